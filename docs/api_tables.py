@@ -23,7 +23,7 @@ def summary(value: object) -> str:
     """The first sentence of a docstring, without its citations, as Markdown."""
     text = (inspect.getdoc(value) or "").split("\n\n")[0]
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
-    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]*)`", r"`\1`", text)
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?([^`]*)`", r"`\1`", text)
     text = re.sub(r"``([^`]*)``", r"`\1`", text)
     text = re.sub(r"(?:, as in)? \[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":., ")

@@ -4,12 +4,9 @@ from pyro_mcvae.chains.kernels import (
     HMC,
     MALA,
     ULA,
-    Info,
     Kernel,
     Proposal,
     RandomWalk,
-    State,
-    Target,
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.parameters import (
@@ -24,8 +21,6 @@ from pyro_mcvae.chains.schedules import (
     Schedule,
     SigmoidSchedule,
 )
-from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
-from pyro_mcvae.comparisons.wake_sleep import WakeSleep
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
@@ -39,20 +34,22 @@ from pyro_mcvae.discrete.baselines import (
     LeaveOneOut,
     SummedMean,
 )
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.chain import TraceAIS_ELBO, TraceSIS_ELBO
-from pyro_mcvae.elbos.elbo_terms import local_estimate
+from pyro_mcvae.elbos.elbo_terms import elbo_costs, local_estimate
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
-from pyro_mcvae.evaluation.compare import Comparison, TrainedCopy, compare
-from pyro_mcvae.evaluation.compare_models import ModelComparison, compare_models
-from pyro_mcvae.evaluation.draws import PosteriorDraws, to_inference_data
-from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence, log_evidence_loader
+from pyro_mcvae.evaluation.compare import compare
+from pyro_mcvae.evaluation.compare_models import compare_models
+from pyro_mcvae.evaluation.draws import to_inference_data
+from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
 from pyro_mcvae.evaluation.refine import refine
-from pyro_mcvae.evaluation.report import Report, report
-from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
+from pyro_mcvae.evaluation.report import report
+from pyro_mcvae.evaluation.sandwich import sandwich
+from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM
+from pyro_mcvae.reference_methods.wake_sleep import WakeSleep
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
 from pyro_mcvae.training.plateau import PlateauDetector
@@ -62,11 +59,9 @@ from pyro_mcvae.truncated.evolution import (
     FitnessProportional,
     InformedFlips,
     Mutation,
-    Parents,
     UniformFlips,
 )
 from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.search import PriorDraws
 
 __all__ = [
@@ -79,8 +74,6 @@ __all__ = [
     "AdaptiveStepSize",
     "Baseline",
     "BernoulliPrior",
-    "Bounds",
-    "Comparison",
     "CompiledELBO",
     "Estimate",
     "EvolutionaryUpdate",
@@ -88,7 +81,6 @@ __all__ = [
     "GaussianNoise",
     "GumbelSoftmax",
     "IndependentDraw",
-    "Info",
     "InformedFlips",
     "Kernel",
     "LearnedMomentum",
@@ -96,29 +88,20 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
-    "LogEvidence",
     "LogWeight",
-    "ModelComparison",
     "MonteCarloELBO",
     "MonteCarloEM",
     "Mutation",
     "Noise",
-    "Parents",
     "PlateauDetector",
-    "PosteriorDraws",
     "PriorDraws",
     "Proposal",
     "RandomWalk",
     "RankBatches",
-    "Report",
-    "Sandwich",
     "Schedule",
     "SigmoidSchedule",
-    "State",
-    "StatePosterior",
     "StepSize",
     "SummedMean",
-    "Target",
     "TraceAIS_ELBO",
     "TraceIWAE_ELBO",
     "TraceRaoBlackwell_ELBO",
@@ -126,13 +109,13 @@ __all__ = [
     "TraceSGVB_ELBO",
     "TraceSIS_ELBO",
     "TraceTruncated_ELBO",
-    "TrainedCopy",
     "TruncatedPosterior",
     "UnderdampedLangevin",
     "UniformFlips",
     "WakeSleep",
     "compare",
     "compare_models",
+    "elbo_costs",
     "load_checkpoint",
     "local_estimate",
     "log_evidence",

@@ -14,8 +14,8 @@ def some_slow(names: Iterable[str], *slow: str) -> list[Any]:
 def every(step: int, cases: Iterable[Any], start: int = 0) -> list[Any]:
     """All cases, of which every second, third or so runs by default and the others are slow."""
     slow = pytest.mark.slow
-    found = []
+    result = []
     for i, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, marks=() if (i - start) % step == 0 else slow))
-    return found
+        result.append(pytest.param(*values, marks=() if (i - start) % step == 0 else slow))
+    return result

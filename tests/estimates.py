@@ -36,15 +36,15 @@ def gradients(elbo, programs, count, *args, losses=None):
 
 def take_gradients(programs):
     """The bound's gradients by parameter, zero where there is none; clears them."""
-    found = {}
+    result = {}
     params = dict(pyro.get_param_store().named_parameters())
     for name, value in programs.values.items():
         param = params.get(name)
         if param is None or param.grad is None:
-            found[name] = torch.zeros_like(value)
+            result[name] = torch.zeros_like(value)
         else:
-            found[name], param.grad = -param.grad, None
-    return found
+            result[name], param.grad = -param.grad, None
+    return result
 
 
 def assert_mean(samples, exact, sigmas=4.5):
@@ -57,9 +57,9 @@ def assert_mean(samples, exact, sigmas=4.5):
 
 def assert_gradient(elbo, programs, exact, count, *args, losses=None):
     """The mean gradient is the exact one, and the test could tell if it were zero."""
-    found = gradients(elbo, programs, count, *args, losses=losses)
+    result = gradients(elbo, programs, count, *args, losses=losses)
     telling = 0
-    for name, samples in found.items():
+    for name, samples in result.items():
         assert_mean(samples, exact[name])
         telling += int((exact[name].abs() > 9 * samples.std(0) / count**0.5).sum())
     assert telling > 0, "every exact gradient drowns in noise: take more samples"

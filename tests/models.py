@@ -885,9 +885,9 @@ class UnequalWalks:
                 pyro.sample(f"z_{i}_{t}", dist.Normal(0.6 * x, 0.8))
 
     def log_evidence_per_datum(self):
-        found = []
+        result = []
         for x in self.x:
             step = torch.eye(len(x)) - 0.9 * torch.ones(len(x) - 1).diag(-1)
             covariance = torch.linalg.inv(step.T @ step) + 0.49 * torch.eye(len(x))
-            found.append(dist.MultivariateNormal(0 * x, covariance).log_prob(x))
-        return torch.stack(found)
+            result.append(dist.MultivariateNormal(0 * x, covariance).log_prob(x))
+        return torch.stack(result)

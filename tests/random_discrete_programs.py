@@ -95,9 +95,9 @@ class DiscreteProgram(Program):
         trace.compute_log_prob()
         total = torch.zeros(len(states), dtype=torch.float64)
         for name in trace.observation_nodes:
-            found = trace.nodes[name]["log_prob"]
-            alone = found.dim() <= nesting
-            total = total + (found.sum() if alone else found.reshape(len(states), -1).sum(-1))
+            result = trace.nodes[name]["log_prob"]
+            alone = result.dim() <= nesting
+            total = total + (result.sum() if alone else result.reshape(len(states), -1).sum(-1))
         return total
 
 
@@ -161,8 +161,8 @@ class Solved(NamedTuple):
     def log_weights(self) -> tuple[Tensor, Tensor]:
         """Of all states: the guide's log probabilities, and those of model over guide."""
         states = self.model.states()
-        found = self.guide.log_density(states)
-        return found, self.model.log_density(states) - found
+        result = self.guide.log_density(states)
+        return result, self.model.log_density(states) - result
 
 
 def marked(model: DiscreteProgram) -> DiscreteProgram:

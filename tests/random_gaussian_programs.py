@@ -66,22 +66,24 @@ class Linear(Site):
         for name, coefficient in self.coefficients.items():
             loc = loc + (coefficient @ (draws[name] - self.centers[name]).unsqueeze(-1)).squeeze(-1)
         if self.vector and self.tril.tril(-1).any():
-            found = dist.MultivariateNormal(loc, scale_tril=self.tril)
+            result = dist.MultivariateNormal(loc, scale_tril=self.tril)
             exp = transforms.ExpTransform()
             return (
-                dist.TransformedDistribution(found, [exp]) if self.family == "LogNormal" else found
+                dist.TransformedDistribution(result, [exp])
+                if self.family == "LogNormal"
+                else result
             )
         scale = self.tril.diagonal(dim1=-2, dim2=-1)
         if not self.vector:
             loc, scale = loc.squeeze(-1), scale.squeeze(-1)
         if self.family == "LogNormal":
-            found = dist.LogNormal(loc, scale)
+            result = dist.LogNormal(loc, scale)
         elif self.family == "flow":
             white = dist.Normal(torch.zeros_like(loc + scale), 1.0)
-            found = dist.TransformedDistribution(white, [transforms.AffineTransform(loc, scale)])
+            result = dist.TransformedDistribution(white, [transforms.AffineTransform(loc, scale)])
         else:
-            found = dist.Normal(loc, scale)
-        return found.to_event(1) if self.vector else found
+            result = dist.Normal(loc, scale)
+        return result.to_event(1) if self.vector else result
 
 
 class Gaussian(NamedTuple):
@@ -224,11 +226,11 @@ def _conditional(
     for name in (s.name for s in before if set(s.plates) <= set(site.plates)):
         columns = index[name].expand(*own.shape[:-1], -1).reshape(len(elements), -1)
         at = torch.tensor([[position[int(i)] for i in row] for row in columns])
-        found = torch.stack([slopes[e][:, c] for e, c in zip(elements, at, strict=True)])
+        result = torch.stack([slopes[e][:, c] for e, c in zip(elements, at, strict=True)])
         for e, c in zip(elements, at, strict=True):
             used[e.unsqueeze(-1), c] = slopes[e.unsqueeze(-1), c]
-        if found.abs().max() > 1e-9:
-            coefficients[name] = found.reshape(*own.shape[:-1], size, -1)
+        if result.abs().max() > 1e-9:
+            coefficients[name] = result.reshape(*own.shape[:-1], size, -1)
     assert torch.allclose(used, slopes, atol=1e-9), "a site depends on one that is no ancestor"
     return Linear(
         name=site.name,

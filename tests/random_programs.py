@@ -66,12 +66,12 @@ class Site:
         raise NotImplementedError
 
     def run(self, draws: dict[str, Tensor]) -> None:
-        found, mask = self.distribution(draws), self.mask
+        result, mask = self.distribution(draws), self.mask
         if self.masks_itself:
-            found, mask = found.mask(mask), None
+            result, mask = result.mask(mask), None
         value = None if self.value is None else self.value_of(self.value)
         with poutine.scale(scale=self.scale), poutine.mask(mask=True if mask is None else mask):
-            draws[self.name] = self.state(pyro.sample(self.name + self.element, found, obs=value))
+            draws[self.name] = self.state(pyro.sample(self.name + self.element, result, obs=value))
 
     def at(self, plate: Plate, i: int) -> "Site":
         """The site of one element of a plate around it."""
@@ -83,8 +83,8 @@ class Site:
             axis = tensor.dim() - event_dim + plate.dim
             if axis < 0:  # the same for all
                 return tensor
-            found = tensor.narrow(axis, i if tensor.shape[axis] > 1 else 0, 1)
-            return found.reshape(found.shape[max(0, found.dim() - event_dim - depth) :])
+            result = tensor.narrow(axis, i if tensor.shape[axis] > 1 else 0, 1)
+            return result.reshape(result.shape[max(0, result.dim() - event_dim - depth) :])
 
         return site.cut(cut)
 
@@ -130,14 +130,14 @@ class Node:
 
     def looped(self, names: Collection[str]) -> "Node":
         """With these plates as loops."""
-        found = Node(self.plates, self.sites)
+        result = Node(self.plates, self.sites)
         for node in self.nodes:
             inner, plate = node.looped(names), node.plates[-1]
             if plate.name in names:
-                found.loops.append((plate, [inner.at(plate, i) for i in range(plate.size)]))
+                result.loops.append((plate, [inner.at(plate, i) for i in range(plate.size)]))
             else:
-                found.nodes.append(inner)
-        return found
+                result.nodes.append(inner)
+        return result
 
     def at(self, plate: Plate, i: int) -> "Node":
         """What is of one element of a plate around it."""
@@ -157,26 +157,26 @@ class Program:
     """
     What runs the sites of a tree.
 
-    :ivar share: which part of their elements the outermost plates have: a minibatch, below one.
+    :ivar fraction: which part of their elements the outermost plates have: a minibatch, below one.
     """
 
-    def __init__(self, root: Node, share: float = 1.0) -> None:
-        self.root, self.share = root, share
+    def __init__(self, root: Node, fraction: float = 1.0) -> None:
+        self.root, self.fraction = root, fraction
 
     def __call__(self) -> None:
-        self.root.run({}, dict(self._minibatches()) if self.share < 1.0 else {})
+        self.root.run({}, dict(self._minibatches()) if self.fraction < 1.0 else {})
 
     def _minibatches(self) -> Iterator[tuple[str, pyro.plate]]:
         plates = [(n.plates[-1], n.plates[-1].dim) for n in self.root.nodes]
         for plate, dim in [*plates, *((p, None) for p, _ in self.root.loops)]:
-            full, chosen = round(plate.size / self.share), torch.arange(plate.size)
+            full, chosen = round(plate.size / self.fraction), torch.arange(plate.size)
             yield plate.name, pyro.plate(plate.name, full, subsample=chosen, dim=dim)
 
     def looped(self, seed: int) -> Self:
         """The same, with some plates as loops: to be run, and not to be solved."""
         names, choose = self.root.plate_names(), random.Random(seed)
         chosen = choose.sample(names, choose.randint(1, len(names)))
-        return type(self)(self.root.looped(chosen), self.share)
+        return type(self)(self.root.looped(chosen), self.fraction)
 
     @property
     def latents(self) -> list[Site]:
@@ -184,12 +184,12 @@ class Program:
 
     def index(self) -> dict[str, Tensor]:
         """Where each latent's numbers stand in one vector: ``[*batch, size]``."""
-        found, start = {}, 0
+        result, start = {}, 0
         for s in self.latents:
             shape = (*s.batch, s.size)
-            found[s.name] = start + torch.arange(math.prod(shape)).reshape(shape)
+            result[s.name] = start + torch.arange(math.prod(shape)).reshape(shape)
             start += math.prod(shape)
-        return found
+        return result
 
 
 class Draws:

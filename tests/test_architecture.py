@@ -34,7 +34,7 @@ FLOORS = {
     "discrete": 6,
     "truncated": 6,
     "elbos": 7,
-    "comparisons": 7,
+    "reference_methods": 7,
     "compiled": 8,
     "evaluation": 8,
     "training": 8,
@@ -78,7 +78,7 @@ def statements(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, b
 
 def find_imports(modules: dict[str, Path]) -> list[Import]:
     """Every import of every module, relative ones and those inside functions included."""
-    found = []
+    result = []
     for name, path in modules.items():
         for node, at_top in statements(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -93,8 +93,8 @@ def find_imports(modules: dict[str, Path]) -> list[Import]:
                 # `from package import module` means the module, `from module import name` does not.
                 full = [f"{base}.{alias.name}" for alias in node.names]
                 targets = [target if target in modules else base for target in full]
-            found += [Import(name, t, node.lineno, at_top) for t in dict.fromkeys(targets)]
-    return found
+            result += [Import(name, t, node.lineno, at_top) for t in dict.fromkeys(targets)]
+    return result
 
 
 def violations(package: Path) -> list[str]:
@@ -106,7 +106,7 @@ def violations(package: Path) -> list[str]:
     def part_of(module: str) -> str:
         return module.split(".")[1] if "." in module else ""  # "" is the package's own __init__
 
-    found = [
+    result = [
         f"{name} stands on no floor: give {part_of(name)!r} one in FLOORS"
         for name in modules
         if part_of(name) and part_of(name) not in FLOORS
@@ -117,13 +117,13 @@ def violations(package: Path) -> list[str]:
         if inside:
             target = part_of(item.target)
             if importer and FLOORS.get(target, len(FLOORS)) > floor:
-                found.append(f"{item}: up, from floor {floor}")
+                result.append(f"{item}: up, from floor {floor}")
             continue
         distribution = item.target.split(".")[0]
         if floor == 0 and distribution not in ON_FLOOR_0:
-            found.append(f"{item}: floor 0 is torch only")
+            result.append(f"{item}: floor 0 is torch only")
         elif item.at_top and distribution not in CORE:
-            found.append(f"{item}: optional, so import it where it is used")
+            result.append(f"{item}: optional, so import it where it is used")
 
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for item in imports:
@@ -132,8 +132,8 @@ def violations(package: Path) -> list[str]:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        found.append("cycle: " + " <- ".join(error.args[1]))
-    return found
+        result.append("cycle: " + " <- ".join(error.args[1]))
+    return result
 
 
 def test_imports_go_down_only() -> None:
@@ -195,9 +195,9 @@ def test_checker_accepts_a_clean_package(tmp_path: Path) -> None:
     ],
 )
 def test_checker_finds(tmp_path: Path, name: str, text: str, message: str) -> None:
-    found = violations(build(tmp_path, {name: text}))
-    assert len(found) == 1, found
-    assert message in found[0]
+    result = violations(build(tmp_path, {name: text}))
+    assert len(result) == 1, result
+    assert message in result[0]
 
 
 def test_importing_changes_no_global_state() -> None:
@@ -281,8 +281,8 @@ THEIRS = {"_buffers", "_constraints", "_parameters", "_pyro_dims", "_schema", "_
 
 
 def test_no_private_name_is_used_across_rooms() -> None:
-    found = private_uses(Path(pyro_mcvae.__file__).parent)
-    assert [use for use in found if use not in HOOKS and use.split()[-1] not in THEIRS] == []
+    result = private_uses(Path(pyro_mcvae.__file__).parent)
+    assert [use for use in result if use not in HOOKS and use.split()[-1] not in THEIRS] == []
 
 
 def test_private_names_across_rooms_are_found(tmp_path: Path) -> None:

@@ -85,11 +85,11 @@ class Example:
 
     def parameters(self):
         """Every learnable tensor of both programs."""
-        found = [p for _, p in pyro.get_param_store().named_parameters()]
+        result = [p for _, p in pyro.get_param_store().named_parameters()]
         for program in (self.model, self.guide):
             if isinstance(program, torch.nn.Module):
-                found += list(program.parameters())
-        return list({id(p): p for p in found}.values())
+                result += list(program.parameters())
+        return list({id(p): p for p in result}.values())
 
 
 DATA = [(("data",), r"[a-z].*")]

@@ -45,8 +45,8 @@ def programs(x: Tensor) -> tuple[Program, Program]:
 
 def bound(pair: tuple[Program, Program], elbo: ELBO, count: int = 400) -> str:
     with pyro.validation_enabled(False):
-        found = torch.tensor([-elbo.loss(*pair) for _ in range(count)])
-    return f"{found.mean():.3f} ± {found.std() / count**0.5:.3f}"
+        result = torch.tensor([-elbo.loss(*pair) for _ in range(count)])
+    return f"{result.mean():.3f} ± {result.std() / count**0.5:.3f}"
 
 
 if __name__ == "__main__":

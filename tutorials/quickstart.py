@@ -27,7 +27,6 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_mcvae import (
-    Comparison,
     CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -35,6 +34,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     compare,
 )
+from pyro_mcvae.evaluation.compare import Comparison
 
 # What is compared: losses as `pyro.infer.SVI` takes them.
 OBJECTIVES = {
@@ -108,12 +108,12 @@ def draw_images(axes: Axes, images: Tensor) -> None:
 
 
 @torch.no_grad()
-def draw(found: Comparison, vae: VAE, train: Tensor, test: Tensor, x: Tensor, path: Path) -> None:
+def draw(result: Comparison, vae: VAE, train: Tensor, test: Tensor, x: Tensor, path: Path) -> None:
     """Save the figure: curves above, one row of images per objective below."""
-    count, num_rows = 12, len(found) + 2
+    count, num_rows = 12, len(result) + 2
     figure = Figure(figsize=(10, 3.6 + 0.5 * num_rows), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(3.6, 0.5 * num_rows))
-    found.plot(upper, over="steps")
+    result.plot(upper, over="steps")
 
     rows = lower.subplots(num_rows, 2)
     rows[0, 0].set(title="Held-out images and their reconstructions")
@@ -122,12 +122,12 @@ def draw(found: Comparison, vae: VAE, train: Tensor, test: Tensor, x: Tensor, pa
     draw_images(rows[0, 1], train[:count])
     draw_images(rows[1, 0], x[:count])
     draw_images(rows[1, 1], train[:count].bernoulli())
-    for name, (left, right) in zip(found, rows[2:], strict=True):
-        found.use(name)  # Now the VAE has the parameters that this objective has trained.
+    for name, (left, right) in zip(result, rows[2:], strict=True):
+        result.use(name)  # Now the VAE has the parameters that this objective has trained.
         loc, _ = vae.encoder(x[:count]).chunk(2, dim=-1)
         draw_images(left, vae.decoder(loc).sigmoid())
         draw_images(right, vae.decoder(torch.randn_like(loc)).sigmoid())
-    for axes, label in zip(rows[:, 0], ["images", "binarized", *found], strict=True):
+    for axes, label in zip(rows[:, 0], ["images", "binarized", *result], strict=True):
         axes.set_ylabel(label, rotation=0, ha="right", va="center")
     figure.savefig(path, dpi=150)
 
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> Comparison:
     pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
     vae = VAE(train.shape[1], *sizes).to(args.device)
-    found = compare(
+    result = compare(
         vae.model,
         vae.guide,
         x,
@@ -204,10 +204,10 @@ def main(argv: Sequence[str] | None = None) -> Comparison:
         num_particles=50,
         seed=args.seed,
     )
-    print(found)
-    draw(found, vae, train, test, x, args.output)
+    print(result)
+    draw(result, vae, train, test, x, args.output)
     print(f"figure: {args.output}")
-    return found
+    return result
 
 
 if __name__ == "__main__":

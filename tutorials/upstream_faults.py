@@ -56,8 +56,8 @@ def mixture(shared: bool, count: int = 1_400_000) -> tuple[float, float]:
     means = means + (scales.expand(3, 2) ** 2 * form.diagonal()).sum(-1)
     (exact,) = torch.autograd.grad((logits.softmax(-1) * means).sum(), logits)
     z = kind(locs, scales, logits).expand([count]).rsample()
-    (found,) = torch.autograd.grad(torch.einsum("ni,ij,nj->n", z, form, z).mean(), logits)
-    return float(found[0]), float(exact[0])
+    (result,) = torch.autograd.grad(torch.einsum("ni,ij,nj->n", z, form, z).mean(), logits)
+    return float(result[0]), float(exact[0])
 
 
 def sylvester(dim: int = 5, tries: int = 20) -> tuple[float, float]:
@@ -87,8 +87,8 @@ def main() -> None:
         "Sylvester, 5 dims: log determinant": sylvester(),
     }
     print(f"{'':36} {'found':>7} {'exact':>7}")
-    for name, (found, exact) in rows.items():
-        print(f"{name:36} {found:7.3f} {exact:7.3f}")
+    for name, (result, exact) in rows.items():
+        print(f"{name:36} {result:7.3f} {exact:7.3f}")
 
 
 if __name__ == "__main__":

@@ -20,27 +20,27 @@ from pyro_mcvae.ops.weights import leave_one_out_mean, leave_one_out_signal
 
 
 class Transition(Protocol):
-    """What moves chains: a :class:`Kernel`, or one whose transitions are replayed."""
+    """A :class:`Kernel`, or a recorded one."""
 
     adjusted: bool
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
-        """One transition."""
+        """Make one transition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """
-    What a chain leaves behind.
+    The result of a chain.
 
     :ivar log_weight: W, shape ``[*batch]``.
-    :ivar start: where it began.
-    :ivar state: where it ended.
-    :ivar infos: one for each transition.
-    :ivar rest: for each transition the part of W that was still to come, shape ``[*batch]``; empty
-        for unadjusted kernels.
-    :ivar weight: how much each chain counts in means, shape ``[*batch]``; None for all alike.
-    :ivar past: for each transition the part of W before it, likewise.
+    :ivar start: its first state.
+    :ivar state: its last state.
+    :ivar infos: the :class:`.Info` of each transition.
+    :ivar to_go: for each transition the log weight to go, the part of W after it, shape
+        ``[*batch]``; empty for unadjusted kernels.
+    :ivar weight: the weight of each chain in means, shape ``[*batch]``; None for equal weights.
+    :ivar past: for each transition the part of W before it, shape ``[*batch]``.
     :ivar movable: 1 where a coordinate may move, 0 where not; None if all may.
     """
 
@@ -48,14 +48,14 @@ class Chain:
     start: State
     state: State
     infos: list[Info]
-    rest: list[Tensor]
+    to_go: list[Tensor]
     weight: Tensor | None = None
     movable: Tensor | None = None
     past: list[Tensor] = field(default_factory=list)
 
     def mean(self, value: Tensor) -> Tensor:
         """
-        Return the mean over all chains that can move, each as much as it counts; a scalar.
+        Return the weighted mean over all chains that can move; a scalar.
 
         :param value: shape ``[*any, *batch]``.
         """
@@ -70,17 +70,17 @@ class Chain:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradients that step sizes adapt by, shape ``[*batch, D]``."""
+        """Return the gradients that step sizes adapt by, shape ``[*batch, D]``."""
         gradient = self.start.grad_joint
         return None if gradient is None else of_moving(gradient, self.movable)
 
     @property
     def mean_acceptance(self) -> Tensor:
         """
-        What step sizes adapt by, a scalar: the mean acceptance of all transitions; for unadjusted
-        kernels the geometric mean. Each of their transitions costs the bound about -log acceptance
-        nats: a few diverged chains, which a mean of probabilities hides, ruin it. The two means
-        agree where no chain diverges.
+        Return the scalar that step sizes adapt by: the mean acceptance of all transitions, or for
+        unadjusted kernels its geometric mean. Each unadjusted transition costs the bound about -log
+        acceptance nats, so a few diverged chains, which an arithmetic mean hides, matter. Without
+        diverged chains both means agree.
         """
         acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:
@@ -116,7 +116,7 @@ def anneal(
     :param State start: a draw from the base density.
     :param ~torch.Tensor betas: the schedule, shape ``[K + 1]``.
     :param Kernel kernel: moves the chain.
-    :param evaluate: computes the :class:`State` at a position.
+    :param evaluate: computes the :class:`.State` at a position.
     :param movable: 1 where a coordinate may move, 0 where not; None if all may.
     :param bool last_transition: False leaves out AIS's last move, and the evaluation that it
         costs: it matters to the draw only.
@@ -148,9 +148,9 @@ def anneal(
         infos.append(info)
     if kernel.adjusted:
         parts = _parts(betas, [*log_weights, state.log_weight])
-        rest = parts.flip(0).cumsum(0).flip(0).unbind()
+        to_go = parts.flip(0).cumsum(0).flip(0).unbind()
         past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
-        return Chain(rest[0], start, state, infos, list(rest[steps]), None, movable, past)
+        return Chain(to_go[0], start, state, infos, list(to_go[steps]), None, movable, past)
     log_weight = state.log_base + state.log_weight - start.log_base
     log_weight = log_weight + sum(i.log_ratio for i in infos)
     return Chain(log_weight, start, state, infos, [], movable=movable)
@@ -158,7 +158,7 @@ def anneal(
 
 def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
     """
-    What each step adds to W; after the last one, nothing: ``[K + 1, *batch]``.
+    Return the increments of W, shape ``[K + 1, *batch]``; the last one is zero.
 
     :param log_weights: before each of the steps, at least.
     """
@@ -168,7 +168,10 @@ def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
 
 
 def _times(step: Tensor, log_weight: Tensor) -> Tensor:
-    """A part of W; of a learned schedule without the gradient at states of weight zero."""
+    """
+    Return a coefficient times an increment. A learned schedule gets no gradient from states of
+    weight zero.
+    """
     if not step.requires_grad:
         return step * log_weight
     usable = log_weight.isfinite()
@@ -183,7 +186,7 @@ def anneal_back(
     movable: Tensor | None = None,
 ) -> Tensor:
     r"""
-    The weight of AIS run backwards, from the posterior to the base density [1].
+    Return the log weight of AIS run backwards, from the posterior to the base density [1].
 
     .. math::
         W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log w(z_{k-1}), \qquad
@@ -233,7 +236,8 @@ def anneal_back(
 
 def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     r"""
-    The score-function part of an AIS bound's gradient: its accept bits are not reparameterized.
+    Return the score-function term of an AIS bound's gradient, for accept decisions, which are not
+    reparameterized.
 
     .. math::
         \frac{1}{P} \sum_{i=1}^P \sum_k (R_k^i - b_k^i)\, \nabla \log \Pr(a_k^i),
@@ -252,17 +256,17 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     [1] Mnih, Rezende (2016), *Variational Inference for Monte Carlo Objectives*.
     """
     total = torch.zeros_like(chain.log_weight[0])
-    if len(chain.rest) < len(chain.infos):
+    if len(chain.to_go) < len(chain.infos):
         raise ValueError("the kernel is not adjusted: its chain has no accept bits to score")
-    for info, rest, past in zip(chain.infos, chain.rest, chain.past, strict=False):
-        rest, log_prob = rest.detach(), info.log_prob
+    for info, to_go, past in zip(chain.infos, chain.to_go, chain.past, strict=False):
+        to_go, log_prob = to_go.detach(), info.log_prob
         assert log_prob is not None
-        baseline = leave_one_out_mean(rest)
+        baseline = leave_one_out_mean(to_go)
         if multi_sample:
             substitute = past.detach() + baseline  # not W - rest, which may be -inf + inf
             total = total + (leave_one_out_signal(chain.log_weight, substitute) * log_prob).sum(0)
         else:
-            total = total + ((rest - baseline) * log_prob).mean(0)
+            total = total + ((to_go - baseline) * log_prob).mean(0)
     return total
 
 
@@ -270,7 +274,7 @@ def evaluator(
     density: Callable[[Tensor], tuple[Tensor, Tensor]], create_graph: bool = True
 ) -> Callable[[Tensor], State]:
     """
-    Make :class:`State` objects, with gradients, of a density.
+    Make :class:`.State` objects, with gradients, of a density.
 
     :param density: maps positions ``[*batch, D]`` to ``log_base`` and ``log_weight``, ``[*batch]``.
     :param bool create_graph: whether gradients can be differentiated again.
@@ -303,7 +307,7 @@ def evaluator(
 def _gradient(value: Tensor, position: Tensor, create_graph: bool) -> Tensor:
     if not value.requires_grad:
         return torch.zeros_like(position)
-    (found,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         value.sum(), position, create_graph=create_graph, retain_graph=True, allow_unused=True
     )
-    return torch.zeros_like(position) if found is None else finite(found)
+    return torch.zeros_like(position) if gradient is None else finite(gradient)

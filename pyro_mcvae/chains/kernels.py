@@ -26,13 +26,13 @@ from pyro_mcvae.ops.checks import check_count
 
 class State(NamedTuple):
     r"""
-    Where chains stand, with everything that was computed there. :class:`Kernel` has an example.
+    The position of chains, with everything computed there. :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
     :ivar log_weight: log w, shape ``[*batch]``.
     :ivar grad_base: the gradient of ``log_base``, shape ``[*batch, D]``; None if not computed.
-    :ivar grad_weight: the gradient of ``log_weight``, likewise.
+    :ivar grad_weight: the gradient of ``log_weight``, of the same shape; None if not computed.
     :ivar momentum: for kernels that keep one between transitions, shape ``[*batch, D]``.
 
     Example::
@@ -51,7 +51,7 @@ class State(NamedTuple):
 
     @property
     def grad_joint(self) -> Tensor | None:
-        """The gradient of ``log_base + log_weight``, likewise."""
+        """Return the gradient of ``log_base + log_weight``, shape ``[*batch, D]``."""
         if self.grad_base is None or self.grad_weight is None:
             return None
         return self.grad_base + self.grad_weight
@@ -64,13 +64,13 @@ class Target:
 
     :class:`Kernel` has an example.
 
-    :ivar evaluate: computes the :class:`State` at a position.
+    :ivar evaluate: computes the :class:`.State` at a position.
     :ivar beta: the inverse temperature, a scalar.
     :ivar movable: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
         None if all may.
-    :ivar transition: which transition of a chain moves with respect to it, from 0, for kernels
-        with parameters of each transition: ``self.step_size(target.transition)``. -1, the last, for
-        chains that stay at the posterior.
+    :ivar transition: the number of the transition, from 0, for kernels with parameters of each
+        transition: ``self.step_size(target.transition)``. It is -1, the last, for chains at the
+        posterior.
 
     Example::
 
@@ -87,7 +87,7 @@ class Target:
     transition: int = -1
 
     def log_density(self, state: State) -> Tensor:
-        """Shape ``[*batch]``."""
+        """Return the log density, shape ``[*batch]``."""
         if not self.beta.requires_grad:
             return state.log_base + self.beta * state.log_weight
         # A learned schedule's gradient would be 0 * inf at a state of zero density.
@@ -97,7 +97,7 @@ class Target:
 
     def gradient(self, state: State) -> Tensor:
         """
-        Shape ``[*batch, D]``; zero where the coordinate may not move.
+        Return the gradient of the log density, shape ``[*batch, D]``; zero for fixed coordinates.
         """
         if state.grad_base is None or state.grad_weight is None:
             raise ValueError("this kernel uses gradients: set needs_gradient = True in its class")
@@ -105,15 +105,15 @@ class Target:
         return gradient if self.movable is None else gradient * self.movable
 
     def noise(self, state: State) -> Tensor:
-        """Standard normal noise in the shape of the position, zero where it may not move."""
+        """Draw standard normal noise in the shape of the position; zero for fixed coordinates."""
         noise = torch.randn_like(state.position)
         return noise if self.movable is None else noise * self.movable
 
 
 def finite(gradient: Tensor) -> Tensor:
     """
-    A gradient with zeros where it is not finite: there a chain moves by its noise alone. A function
-    of the position all the same, so that forward and reverse moves agree on it.
+    Replace non-finite gradients by zero, so that chains move by noise alone there. The result is
+    still a function of the position, so forward and reverse moves agree on it.
     """
     return torch.where(gradient.isfinite(), gradient, 0.0)
 
@@ -130,9 +130,9 @@ def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
         return gradient
     moves = movable.expand_as(gradient) > 0
     dims = tuple(range(gradient.dim() - 1))
-    share = moves.to(gradient).mean(dims).clamp_min(torch.finfo(gradient.dtype).tiny)
-    mean = torch.where(moves, gradient, 0.0).mean(dims) / share
-    return mean + torch.where(moves, gradient - mean, 0.0) / share.sqrt()
+    fraction = moves.to(gradient).mean(dims).clamp_min(torch.finfo(gradient.dtype).tiny)
+    mean = torch.where(moves, gradient, 0.0).mean(dims) / fraction
+    return mean + torch.where(moves, gradient - mean, 0.0) / fraction.sqrt()
 
 
 class Proposal(NamedTuple):
@@ -182,23 +182,23 @@ class Kernel(nn.Module, ABC):
     r"""
     Base class of Markov kernels.
 
-    A kernel of one's own writes :meth:`propose`. With ``adjusted = True`` its proposals are
-    accepted with probability
+    A custom kernel implements :meth:`propose`. With ``adjusted = True`` its proposals are accepted
+    with probability
 
     .. math::
         \alpha = \min\Big(1, \frac{\gamma(z')\, m(z' \to z)}{\gamma(z)\, m(z \to z')}\Big),
 
-    each datum by itself, which leaves the target invariant; such kernels serve
-    :class:`~pyro_mcvae.TraceAIS_ELBO`. Unadjusted ones always move, and serve
-    :class:`~pyro_mcvae.TraceSIS_ELBO`, whose weights account for the error.
+    separately for each datum, which leaves the target invariant. Such kernels are for
+    :class:`~pyro_mcvae.TraceAIS_ELBO`. Unadjusted kernels always move. They are for
+    :class:`~pyro_mcvae.TraceSIS_ELBO`, whose weights correct the error.
 
     :cvar bool adjusted: whether moves are accepted or rejected.
-    :cvar bool needs_gradient: whether :meth:`propose` asks the target for gradients.
-    :cvar float laziness: the share of moves that are rejected whatever they are, if adjusted.
+    :cvar bool needs_gradient: whether :meth:`propose` uses gradients of the target.
+    :cvar float laziness: the fraction of moves that are always rejected, if adjusted.
     :cvar float initial_step_size: where an adaptive step size starts by default.
-    :cvar float step_size_power: how the step size goes with the width of a density; 1 for lengths,
-        2 for those that are squared, as Langevin's are.
-    :cvar float target_acceptance: what it adapts to by default.
+    :cvar float step_size_power: the power of a density's width that the step size is proportional
+        to: 1 for lengths, 2 for Langevin's squared lengths.
+    :cvar float target_acceptance: the acceptance to which the step size adapts by default.
 
     :param step_size: a number, a tensor of shape ``[D]``, or a
         :class:`~pyro_mcvae.StepSize`; None adapts.
@@ -250,11 +250,11 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:
-        """Propose a move, and say how much likelier its reverse is."""
+        """Propose a move; return it with the log ratio of the reverse and forward densities."""
 
     def check_transitions(self, num_steps: int) -> None:
         """
-        Check that parameters of each transition are as many as a chain's transitions.
+        Check that per-transition parameters have one value for each transition of the chain.
 
         :raises ValueError: naming the parameter.
         """
@@ -263,11 +263,11 @@ class Kernel(nn.Module, ABC):
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
         """
-        One transition.
+        Make one transition.
 
-        :param State state: where the chains stand.
+        :param State state: the present state of the chains.
         :param Target target: the density to move in.
-        :returns: the new state and an :class:`Info`.
+        :returns: the new state and an :class:`.Info`.
         """
         proposal = self.propose(state, target)
         if not _is_of(proposal, state):
@@ -292,7 +292,7 @@ class Kernel(nn.Module, ABC):
 
     @staticmethod
     def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:
-        """The logarithm of the Metropolis ratio."""
+        """Return the logarithm of the Metropolis ratio."""
         change = target.log_density(proposal.state) - target.log_density(state)
         change = change + proposal.log_ratio
         # A state of zero density, or NaN: nobody should go there.
@@ -300,7 +300,7 @@ class Kernel(nn.Module, ABC):
 
 
 def _is_of(proposal: object, state: State) -> bool:
-    """Whether it is a proposal for such a state."""
+    """Return whether a proposal's shape matches a state."""
     return (
         isinstance(proposal, Proposal)
         and isinstance(proposal.state, State)
@@ -311,10 +311,10 @@ def _is_of(proposal: object, state: State) -> bool:
 
 def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
     if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
-        found = type(getattr(proposal, "state", proposal)).__name__
+        kind = type(getattr(proposal, "state", proposal)).__name__
         return ValueError(
             f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
-            f"target.evaluate(position), got a {found}"
+            f"target.evaluate(position), got a {kind}"
         )
     position, ratio = (tuple(getattr(t, "shape", ())) for t in (proposal.state[0], proposal[1]))
     return ValueError(
@@ -377,7 +377,7 @@ def leapfrog(
 
 
 def log_momentum(momentum: Tensor) -> Tensor:
-    """The standard normal log density without its constant, shape ``[*batch]``."""
+    """Return the standard normal log density without its constant, shape ``[*batch]``."""
     return -0.5 * momentum.square().sum(-1)
 
 
@@ -479,14 +479,15 @@ class HMC(Kernel):
 
     :param step_size: the length of a leapfrog step; see :class:`Kernel`. Adapts to an acceptance
         of 0.8 by default.
-    :param int num_leapfrog: L, each of which evaluates the model and its gradient once.
+    :param int num_leapfrog: L, the number of leapfrog steps. Each evaluates the model and its
+        gradient once.
     :param float jitter: every move takes ``1 - jitter`` to 1 times the step size, at random. Moves
-        of one length may return to where they began, again and again: chains that are to forget
-        their beginning should take some, 0.3 say.
-    :param float laziness: the share of moves that are rejected whatever they are, which leaves the
-        target invariant. The score of a rejection, :math:`\nabla \log (1 - \alpha)`, has no finite
-        variance where :math:`\alpha` comes close to 1, and one such step can throw a model back;
-        with some laziness, 0.03 say, it is bounded.
+        of a fixed length may return to their start repeatedly, so use a jitter such as 0.3 for
+        chains that should mix.
+    :param float laziness: the fraction of moves that are always rejected, which leaves the target
+        invariant. The score of a rejection, :math:`\nabla \log (1 - \alpha)`, has an infinite
+        variance near :math:`\alpha = 1`, and one such step can undo training. A laziness such as
+        0.03 bounds it.
     :raises ValueError: if the step size is not positive, ``num_leapfrog`` less than 1, or
         ``jitter`` or ``laziness`` not in [0, 1).
 
@@ -503,15 +504,16 @@ class HMC(Kernel):
     def __init__(
         self,
         step_size: float | Tensor | StepSize | None = None,
+        *,
         num_leapfrog: int = 3,
         jitter: float = 0.0,
         laziness: float = 0.0,
     ) -> None:
         super().__init__(step_size)
         num_leapfrog = check_count("num_leapfrog", num_leapfrog)
-        for name, share in {"jitter": jitter, "laziness": laziness}.items():
-            if not 0.0 <= share < 1.0:
-                raise ValueError(f"{name} must be at least 0 and less than 1, got {share!r}")
+        for name, fraction in {"jitter": jitter, "laziness": laziness}.items():
+            if not 0.0 <= fraction < 1.0:
+                raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction!r}")
         self.num_leapfrog = num_leapfrog
         self.jitter = jitter
         self.laziness = laziness
@@ -537,11 +539,11 @@ class UnderdampedLangevin(Kernel):
         \tilde p = \mu\, p + \sqrt{1 - \mu^2}\, u, \qquad u \sim N(0, I).
 
     The first momentum is drawn from N(0, I). For :math:`\mu = 0` it is :class:`~pyro_mcvae.ULA`
-    with :math:`\eta = \epsilon^2 / 2`; with momentum the moves of a chain add up, so that a few of
-    them go further.
+    with :math:`\eta = \epsilon^2 / 2`; with momentum successive moves have similar directions, so
+    that a chain travels further.
 
-    :param step_size: :math:`\epsilon`; see :class:`Kernel`. Adapts by default, to an acceptance of
-        0.9; for a model that is trained already, 0.8 is often tighter:
+    :param step_size: :math:`\epsilon`; see :class:`Kernel`. By default it adapts to an acceptance
+        of 0.9. For a trained model 0.8 is often tighter:
         ``AdaptiveStepSize(target_acceptance=0.8)``.
     :param momentum: :math:`\mu`, a number of at least 0 and less than 1, a
         :class:`LearnedMomentum`, or a module that maps the number of a transition to a tensor.
@@ -556,7 +558,7 @@ class UnderdampedLangevin(Kernel):
         >>> from pyro_mcvae import TraceSIS_ELBO
         >>> elbo = TraceSIS_ELBO(num_steps=10, kernel=UnderdampedLangevin(0.3, momentum=0.9))
 
-    Trained, every transition with a step size and a momentum of its own: the default of
+    With a trained step size and momentum for each transition, the default of
     :class:`~pyro_mcvae.TraceSIS_ELBO`::
 
         >>> kernel = UnderdampedLangevin.trained(10)
@@ -571,6 +573,7 @@ class UnderdampedLangevin(Kernel):
     def __init__(
         self,
         step_size: float | Tensor | StepSize | None = None,
+        *,
         momentum: float | nn.Module = 0.9,
     ) -> None:
         super().__init__(step_size)
@@ -587,7 +590,7 @@ class UnderdampedLangevin(Kernel):
         cls, num_transitions: int, momentum: float = 0.7, warmup: int = 100
     ) -> UnderdampedLangevin:
         """
-        A step size and a momentum for each transition, which train with the bound.
+        Make a kernel with a trained step size and momentum for each transition.
 
         :param int num_transitions: the ``num_steps`` of the objective.
         :param float momentum: where all momenta start.
@@ -597,15 +600,17 @@ class UnderdampedLangevin(Kernel):
         step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
         # The first transition draws its momentum again: a parameter of one alone would not be used.
         learned = num_transitions > 1
-        return cls(step_size, LearnedMomentum(momentum, num_transitions) if learned else momentum)
+        return cls(
+            step_size, momentum=LearnedMomentum(momentum, num_transitions) if learned else momentum
+        )
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)
         if state.momentum is not None:
-            kept: Any = self.momentum
-            if isinstance(kept, nn.Module):
-                kept = kept(target.transition)
-            start = kept * state.momentum + (1 - kept**2) ** 0.5 * start
+            coefficient: Any = self.momentum
+            if isinstance(coefficient, nn.Module):
+                coefficient = coefficient(target.transition)
+            start = coefficient * state.momentum + (1 - coefficient**2) ** 0.5 * start
         new, end = leapfrog(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.
         return Proposal(new._replace(momentum=end), log_momentum(end) - log_momentum(start))

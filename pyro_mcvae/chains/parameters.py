@@ -39,23 +39,25 @@ def of_transition(
 
 def check_transitions(name: str, num_transitions: int | None, num_steps: int) -> None:
     """
+    Check that a part has a value for each of ``num_steps`` transitions.
+
     :raises ValueError: unless a chain of ``num_steps`` transitions has a value for each.
     """
     if num_transitions is not None and num_transitions != num_steps:
         raise _too_few(name, num_transitions, f"num_steps={num_steps}")
 
 
-def _too_few(name: str, num_transitions: int, made: str) -> ValueError:
+def _too_few(name: str, num_transitions: int, required: str) -> ValueError:
     return ValueError(
         f"the {name} has num_transitions={num_transitions} values, one per transition, but the "
-        f"chain makes {made}: give it num_transitions=num_steps"
+        f"chain makes {required}: give it num_transitions=num_steps"
     )
 
 
 def no_value(part: nn.Module, value: object, wanted: str) -> ValueError:
-    """The error of a module of one's own that returns something else than a tensor it should."""
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {found}")
+    """Return the error for a custom module that does not return the required tensor."""
+    actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {actual}")
 
 
 # What every step size answers; and one that stays as it is.
@@ -65,11 +67,11 @@ class StepSize(nn.Module, ABC):
     """
     Base class: a module whose call returns the present step size of a transition.
 
-    One value serves every coordinate, or there is one per coordinate, shape ``[D]``.
+    It has one value for all coordinates, or one per coordinate, shape ``[D]``.
     :class:`LearnedStepSize` has an example.
 
-    :ivar num_transitions: for how many transitions there is a value each; None for one value that
-        serves them all.
+    :ivar num_transitions: the number of transitions with separate values; None for one value for
+        all.
 
     Example::
 
@@ -87,15 +89,15 @@ class StepSize(nn.Module, ABC):
     @abstractmethod
     def forward(self, transition: int = -1) -> Tensor:
         """
-        The present step size, a scalar or of shape ``[D]``.
+        Return the present step size, a scalar or of shape ``[D]``.
 
-        :param int transition: of which transition of a chain, from 0; the last by default, which is
-            the one that moves with respect to the posterior itself.
+        :param int transition: the number of the transition, from 0. The default is the last one,
+            which targets the posterior.
         """
 
     def __call__(self, *transition: int) -> Tensor:
         """
-        The present step size of a transition, the last by default.
+        Return the present step size of a transition, by default the last one.
 
         :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
         """
@@ -106,8 +108,8 @@ class StepSize(nn.Module, ABC):
 
     def values(self) -> Tensor:
         """
-        The present step sizes: what a call returns, ``[num_transitions, ...]`` where there is one
-        for each transition.
+        Return the present step sizes: a scalar or ``[D]``, or ``[num_transitions, ...]`` if each
+        transition has its own.
         """
         if self.num_transitions is None:
             return self()
@@ -115,19 +117,19 @@ class StepSize(nn.Module, ABC):
 
     def begin(self, gradient: Tensor, learns: bool = True) -> None:
         r"""
-        See the draws that chains begin with; does nothing unless a subclass says so.
+        Adapt to the first draws of the chains. The base class does nothing.
 
         :param ~torch.Tensor gradient: :math:`\nabla \log q(z)` at the draws, ``[*batch, D]``.
-        :param bool learns: whether they are of a training step, to learn from.
+        :param bool learns: whether the draws are those of a training step.
         """
 
     def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:
         r"""
-        Learn from one training step; does nothing unless a subclass says so.
+        Adapt after one training step. The base class does nothing.
 
         :param ~torch.Tensor acceptance: the mean acceptance probability, a scalar.
         :param ~torch.Tensor gradient: :math:`\nabla \log p(x, z)` at the chains' positions, shape
-            ``[*batch, D]``, where it is at hand.
+            ``[*batch, D]``, if available.
         """
 
     def _save_to_state_dict(
@@ -140,7 +142,7 @@ class StepSize(nn.Module, ABC):
 
 class FixedStepSize(StepSize):
     """
-    A step size that stays as it is.
+    A fixed step size.
 
     :param value: positive, a number or a tensor of shape ``[D]``.
     :raises ValueError: if it is not positive and finite.
@@ -163,7 +165,7 @@ class FixedStepSize(StepSize):
 
 def positive(name: str, value: float | Tensor) -> Tensor:
     """
-    A copy, as a tensor.
+    Copy a positive value to a tensor.
 
     :raises ValueError: for what is not positive and finite, or has more dims than one.
     """
@@ -187,13 +189,13 @@ _MOST = 0.999
 
 class LearnedMomentum(nn.Module):
     r"""
-    The share :math:`\mu` of the momentum that a chain keeps, trained with the bound by its
-    gradient: one for all transitions, or one for each.
+    The momentum coefficient :math:`\mu` of a chain, trained with the bound: one for all
+    transitions, or one for each.
 
     .. math:: \mu_k = 0.999\, \text{sigmoid}(a_k) .
 
-    It needs the full gradient. A chain's first transition draws its momentum again, so the first of
-    several values is not used.
+    It needs the full gradient. The first of several values is not used, because the first momentum
+    of a chain is drawn.
 
     :param initial: more than 0 and less than 0.999, a number or a tensor without dims.
     :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
@@ -216,9 +218,9 @@ class LearnedMomentum(nn.Module):
 
     def forward(self, transition: int = -1) -> Tensor:
         """
-        Return the share that is kept before a transition, a scalar.
+        Return the momentum coefficient of a transition, a scalar.
 
-        :param int transition: of which transition of a chain, from 0; the last by default.
+        :param int transition: the number of the transition, from 0; the last by default.
         """
         logit = of_transition("momentum", self.logit, self.num_transitions, transition)
         return _MOST * logit.sigmoid()
@@ -241,7 +243,8 @@ _BOUNDS = 1e-6, 1e3
 
 class AdaptiveStepSize(StepSize):
     r"""
-    A step size that rises above a target acceptance and falls below it.
+    A step size that adapts to a target acceptance rate. It increases while the acceptance rate is
+    above the target and decreases while it is below.
 
     After each training step, with a the mean acceptance probability and :math:`a^*` the target,
 
@@ -249,39 +252,40 @@ class AdaptiveStepSize(StepSize):
         \log \eta \mathrel{+}= \text{rate} \cdot
             \text{clip}\Big(\frac{a - a^*}{1 - a^*}, -2, 1\Big).
 
-    For unadjusted kernels a is the acceptance that the moves would have had, in the geometric mean:
-    each move costs the bound about :math:`-\log` of it, so a few diverged chains weigh as much as
-    they do in the bound. With ``per_coordinate`` the rule drives a base value :math:`\eta_0`, and
-    each coordinate follows the spread of its gradient (Thin et al. [1], eq. 27):
+    For unadjusted kernels a is the geometric mean of the acceptances that the moves would have had.
+    Each move costs the bound about :math:`-\log a`, so diverged chains count as much as in the
+    bound. With ``per_coordinate`` the rule adapts a base value :math:`\eta_0`, and each coordinate
+    adapts to the spread of its gradient (Thin et al. [1], eq. 27):
 
     .. math::
         \eta_i \leftarrow 0.9\, \eta_i
             + 0.1\, \eta_0 \,/\, \text{std}[\partial \log p(x, z) / \partial z_i].
 
-    In a distributed run (:mod:`torch.distributed`) objectives adapt it by the acceptance and the
-    gradients of all ranks, so that every rank keeps the same step size.
+    In a distributed run (:mod:`torch.distributed`) it adapts to the acceptance and the gradients of
+    all ranks, so that every rank has the same step size.
 
-    A coordinate whose gradient has no spread, as under one chain alone, follows :math:`\eta_0`
-    itself, and no coordinate grows while the acceptance is below its target. Before the first chain
-    a step size per coordinate is fitted to the guide: divided by the steepness of its log density
-    (the largest root mean square of a coordinate's gradient; squared for Langevin's
-    :math:`\eta`), as noise coordinates would have it. Coordinates of another number, as of longer
-    sequences, begin with the geometric mean of the last ones.
+    A coordinate without spread, as with a single chain, uses :math:`\eta_0`. No coordinate's step
+    size increases while the acceptance is below its target. Before the first chain the step sizes
+    of coordinates are divided by the steepness of the guide's log density (the largest root mean
+    square of a coordinate's gradient; squared for Langevin's :math:`\eta`), as in noise
+    coordinates. If the number of coordinates changes, as with longer sequences, new ones start from
+    the geometric mean of the last ones.
 
-    One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
-    acceptance is not finite changes nothing, and a gradient that is not finite leaves its
-    coordinate. ``eval()`` freezes it, by itself or as a part of the objective; the present value is
-    part of ``state_dict()``.
+    One update changes a step size by a bounded factor, and values stay within ``bounds``. Updates
+    with a non-finite acceptance are skipped, and so are coordinates with a non-finite gradient.
+    ``eval()`` of the step size or of the objective freezes it. The present value is part of
+    ``state_dict()``.
 
-    :param float initial: where it starts; better too small than too large. None: the kernel's own.
-    :param float target_acceptance: between 0 and 1. None: the kernel's own.
+    :param float initial: the initial value; too small is better than too large. None: the kernel's
+        default.
+    :param float target_acceptance: between 0 and 1. None: the kernel's default.
     :param bool per_coordinate: one step size per coordinate. None: only for chains in ``"latent"``
-        coordinates, which the guide has not whitened.
+        coordinates, whose scales differ.
     :param float rate: the largest relative increase per update.
     :param bounds: the least and the largest value. None: 1e-6 and 1e3; for unadjusted kernels in
-        ``"noise"`` coordinates 1e-6 and 2, beyond which a leapfrog step is unstable under the base
-        density itself: far from the posterior every move is an improvement, and the acceptance of
-        1 says nothing.
+        ``"noise"`` coordinates 1e-6 and 2, since longer leapfrog steps are unstable under the base
+        density. Far from the posterior every move is an improvement, so an acceptance of 1 is no
+        evidence against a step size.
     :raises ValueError: for values outside these ranges.
 
     [1] Thin et al. (2021), *Monte Carlo Variational Auto-Encoders*.
@@ -341,10 +345,10 @@ class AdaptiveStepSize(StepSize):
         most: float = math.inf,
     ) -> None:
         """
-        Fill in what was left to the kernel.
+        Set the values that were left to the kernel.
 
-        :param float power: how the step size goes with the width of a density: 1 for lengths.
-        :param float most: the largest one that is stable under a standard normal density.
+        :param float power: the power of a density's width that the step size is proportional to.
+        :param float most: the largest step size that is stable under a standard normal density.
         """
         self.power = power
         if not self._bounded:
@@ -414,7 +418,7 @@ class AdaptiveStepSize(StepSize):
         return torch.where(acceptance.isfinite(), mixed.clamp(*self.bounds), self.value)
 
     def _assign(self, name: str, value: Tensor) -> None:
-        """In place where shapes allow, so that a recorded step goes on with what it learns."""
+        """Write in place if shapes allow it, so that a recorded step uses the learned values."""
         old: Tensor = getattr(self, name)
         if old.shape == value.shape and old.device == value.device:
             old.copy_(value)
@@ -437,17 +441,16 @@ class LearnedStepSize(StepSize):
     A step size that is trained with the bound, by its gradient: one for all transitions, or one for
     each.
 
-    The chain's own step sizes decide what it is worth, and the bound's gradient finds them: with
-    one for each transition, and :class:`LearnedMomentum`, ten transitions on a posterior of 200
-    latents gain 13 nats over the best single one. It needs the full gradient.
+    With one value for each transition, and :class:`LearnedMomentum`, ten transitions on a posterior
+    of 200 latents gain 13 nats over the best single step size. It needs the full gradient.
 
-    Long steps under a guide that fits nothing yet can ruin a model for good. So begin small, or
-    with an :class:`AdaptiveStepSize`, which is obeyed for the first ``warmup`` training steps; from
-    then on it stays as it is, and factors between 1/10 and 10 are learned,
+    Long steps under an untrained guide can ruin a model. So start small, or with an
+    :class:`AdaptiveStepSize`. It adapts for the first ``warmup`` training steps. Then its value is
+    fixed, and factors between 1/10 and 10 are trained,
 
     .. math:: \eta_k = \eta \exp(a_k), \qquad a_k = 0 \text{ at first}.
 
-    Where no optimizer moves the factors, it goes on adapting.
+    If no optimizer changes the factors, the step size continues to adapt.
 
     :param initial: positive, a number or a tensor of shape ``[D]``; or an
         :class:`AdaptiveStepSize`.
@@ -479,8 +482,8 @@ class LearnedStepSize(StepSize):
         warmup = check_count("warmup", warmup)
         self.num_transitions = num_transitions
         self.start = initial if isinstance(initial, AdaptiveStepSize) else None
-        given = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial
-        start = begin_with(positive("initial", given), num_transitions)
+        value = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial
+        start = begin_with(positive("initial", value), num_transitions)
         # The logarithm keeps it positive under any optimizer.
         self.log_value = nn.Parameter(start.log())
         if self.start is not None:
@@ -488,7 +491,7 @@ class LearnedStepSize(StepSize):
 
     @property
     def per_coordinate(self) -> bool:
-        """Whether it adapts one value per coordinate, by the gradients."""
+        """Return whether each coordinate has its own step size, adapted by the gradients."""
         return self.start is not None and bool(self.start.per_coordinate)
 
     def forward(self, transition: int = -1) -> Tensor:
@@ -518,7 +521,7 @@ def _clipped(log: Tensor, least: float, most: float) -> Tensor:
 
 
 def as_step_size(value: float | Tensor | StepSize | None) -> StepSize:
-    """A number or tensor as a fixed step size, None as an adaptive one."""
+    """Convert to a step size: numbers and tensors are fixed, None is adaptive."""
     if value is None:
         return AdaptiveStepSize()
     return value if isinstance(value, StepSize) else FixedStepSize(value)

@@ -41,11 +41,11 @@ class Schedule(FixedOptions, nn.Module, ABC):
 
     @abstractmethod
     def forward(self) -> Tensor:
-        """The inverse temperatures, increasing from 0 to 1; the ends are not used."""
+        """Return inverse temperatures that increase from 0 to 1; both ends are ignored."""
 
     def __call__(self) -> Tensor:
         """
-        The inverse temperatures, with exact ends.
+        Return the inverse temperatures, with ends of exactly 0 and 1.
 
         :raises ValueError: for what is no tensor of shape ``[num_steps + 1]``.
         """
@@ -106,7 +106,7 @@ class FixedSchedule(Schedule):
 
 class SigmoidSchedule(Schedule):
     r"""
-    Denser at both ends, where the densities change fastest [1]:
+    A schedule that is denser at both ends, where the densities change fastest [1]:
 
     .. math::
         \beta_k = \frac{s_k - s_0}{s_K - s_0}, \qquad
@@ -139,7 +139,7 @@ class SigmoidSchedule(Schedule):
 
     @property
     def slope(self) -> Tensor:
-        """The present slope, a scalar."""
+        """Return the present slope, a scalar."""
         return self.log_slope.exp()
 
     def forward(self) -> Tensor:
@@ -190,8 +190,8 @@ def as_schedule(
     default: Callable[[int], Schedule] = LinearSchedule,
 ) -> Schedule:
     """
-    A schedule as an object: a tensor of inverse temperatures, a number of linear steps, or None
-    for the default one of ``num_steps`` steps (5 if that is None too).
+    Convert to a schedule: a tensor of inverse temperatures, a number of linear steps, or None for
+    the default schedule of ``num_steps`` steps (5 if that is None too).
 
     :raises ValueError: unless it increases from 0 to 1, in ``num_steps`` steps if that is given.
     """

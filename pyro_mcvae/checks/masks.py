@@ -37,7 +37,7 @@ from pyro_mcvae.programs.sites import (
     with_mask,
 )
 from pyro_mcvae.programs.types import Site
-from pyro_mcvae.structure.independence import differing, other_draws, other_value
+from pyro_mcvae.structure.interventions import differing, other_value, reseeded
 
 # Latents that a mask removes from the model, but not from the guide.
 
@@ -299,7 +299,7 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
         name, counted = site["name"], counted_values(site)
         if counted is None or bool(counted.all()):
             continue
-        with other_draws():
+        with reseeded():
             changed = torch.where(counted | _is_certain(site), site["value"], other_value(site))
         after = probe_at({**values, name: changed}).log_probs
         for key in (k for k in {**before, **after} if k.program == "model"):

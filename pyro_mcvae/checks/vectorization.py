@@ -34,15 +34,15 @@ from pyro_mcvae.programs.types import FactorKey, LeadingDimsError, Message, Site
 from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analysis
-from pyro_mcvae.structure.dependencies import Batch, ReadRecorder, reads_of_latents
-from pyro_mcvae.structure.independence import (
+from pyro_mcvae.structure.interventions import (
     Values,
     differing,
     intervene,
-    other_draws,
     other_value,
     random_half,
+    reseeded,
 )
+from pyro_mcvae.structure.provenance import Batch, ReadRecorder, reads_of_latents
 
 # The contents of the leading dims of runs, for errors, and the remedies.
 
@@ -307,8 +307,8 @@ class LeadingRun:
             first = self._batched(number)
             moved = _host_state() != before
         sites = _random_sites(first)
-        with other_draws():
-            others = {n: other_value(s) for n, s in sites.items()}
+        with reseeded():
+            other_values = {n: other_value(s) for n, s in sites.items()}
             halves = {n: _half(s, nesting) for n, s in sites.items()}
         values = {n: s["value"] for n, s in sites.items()}
 
@@ -330,7 +330,7 @@ class LeadingRun:
                 if values[name].dim() - sites[name]["fn"].event_dim > half.dim():  # not shared
                     rows = [half, ~half][:tested]
                     where[name] = torch.stack(rows + [half & ~half] * (number - tested))
-            return intervene(sites, values, others, where, undefined)
+            return intervene(sites, values, other_values, where, undefined)
 
         reads = reads_of_latents(self.programs, self.run.subsamples, frozenset(sites), watch.reads)
         for read in reads[:1]:
@@ -541,8 +541,8 @@ def _compare_states(programs: Programs, run: Run) -> None:
         guide_trace = probe(programs, run.subsamples).guide_trace
     latents = {s["name"]: s for s in scored(guide_trace) if is_random(s)}
     values = {s["name"]: s["value"] for s in scored(guide_trace) if is_latent(s)}
-    with other_draws():
-        others = {n: other_value(s) for n, s in latents.items()}
+    with reseeded():
+        other_values = {n: other_value(s) for n, s in latents.items()}
         halves = {n: random_half(s["fn"].batch_shape) for n, s in latents.items()}
     states: dict[str, Tensor] = {}
 
@@ -573,7 +573,7 @@ def _compare_states(programs: Programs, run: Run) -> None:
     smooth = any(values[n].is_floating_point() for n in latents)
     for undefined, half in itertools.product((True, False) if smooth else (False,), (True, False)):
         where = {n: chosen if half else ~chosen for n, chosen in halves.items()}
-        changed = intervene(latents, values, others, where, undefined)
+        changed = intervene(latents, values, other_values, where, undefined)
         after = batched(changed)
         compared = [(e, o, e.single(changed)) for e, o in zip(entries, singles, strict=True)]
         for key in _extra_changes(before, after, compared, undefined):

@@ -34,7 +34,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 def is_due(uses: int) -> bool:
     """
-    Whether a comparison is made at this use: at 1, 2, 4, ... 1024, then at every 1024th.
+    Return whether this use is compared: uses 1, 2, 4, ... 1024, then every 1024th.
 
     Example::
 
@@ -45,9 +45,9 @@ def is_due(uses: int) -> bool:
     return uses % _EVERY == 0 or (uses < _EVERY and uses & (uses - 1) == 0)
 
 
-def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal, with NaN at the same entries."""
-    return _is_close(found, expected, torch.zeros(()))
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN at the same entries."""
+    return _is_close(actual, expected, torch.zeros(()))
 
 
 def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]]) -> list[int]:
@@ -70,14 +70,14 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
 def perturbed(inputs: list[Tensor], graph: GraphModule) -> list[Tensor]:
     """Return the inputs with a rounding error in each parameter; in each input if none is one."""
     known = any(t.requires_grad for t in inputs)
-    eps, found = _coarsest(graph), []
+    eps, moved = _coarsest(graph), []
     for t in inputs:
         if t.is_floating_point() and (t.requires_grad or not known):
             # The same signs each time, and no random numbers.
             signs = torch.arange(t.numel(), device=t.device).reshape(t.shape).sin().sign()
             t = t.detach() * (1 + eps * signs).to(t.dtype)
-        found.append(t)
-    return found
+        moved.append(t)
+    return moved
 
 
 def check_kernels(
@@ -91,9 +91,9 @@ def check_kernels(
     begin = Generators()
     for _ in range(_ATTEMPTS):
         again = Generators()
-        found = run(*example)
+        actual = run(*example)
         again.put_back()
-        pairs = list(zip(graph(*example), found, strict=True))
+        pairs = list(zip(graph(*example), actual, strict=True))
         after = Generators()
 
         def moved(again: Generators = again) -> list[Tensor]:
@@ -112,19 +112,21 @@ def check_kernels(
     )
 
 
-def _is_close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
-    """Whether no entry is off by more than allowed; NaN and infinity are at the same entries."""
-    if found.shape != expected.shape:
+def _is_close(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
+    """
+    Return whether all entries are within the tolerance, with NaN and infinity at the same entries.
+    """
+    if actual.shape != expected.shape:
         return False
-    found, expected = found.detach().to(expected.dtype), expected.detach()
-    same = (found == expected) | (found.isnan() & expected.isnan())
+    actual, expected = actual.detach().to(expected.dtype), expected.detach()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
     if expected.is_floating_point() and not bool(same.all()):
-        same |= (found - expected).abs() <= allowed
+        same |= (actual - expected).abs() <= allowed
     return bool(same.all())
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest finite entry, by which the others are measured."""
+    """Return the largest finite entry, the scale of the tolerance."""
     values = values.detach().double().abs()
     values = values.where(values.isfinite(), 0)
     return values.amax() if values.numel() else values.new_zeros(())
@@ -281,11 +283,11 @@ _QUICK |= {_aten.expand.default: Tensor.expand, _aten.view.default: Tensor.view}
 
 def quick(graph: GraphModule) -> GraphModule:
     """Return a graph of the same operations, by the quickest calls of the same kernels."""
-    found = GraphModule(torch.nn.Module(), copy.deepcopy(graph.graph))
-    for node in found.graph.nodes:
+    module = GraphModule(torch.nn.Module(), copy.deepcopy(graph.graph))
+    for node in module.graph.nodes:
         node.target = _QUICK.get(node.target, node.target)
-    found.recompile()
-    return found
+    module.recompile()
+    return module
 
 
 class Backend:
@@ -342,11 +344,11 @@ class Backend:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
             # Its first call, which is the compilation of torch.compile.
             generators = Generators()
-            found = run(*example)
+            outputs = run(*example)
             generators.put_back()
         (output,) = (n for n in graph.graph.nodes if n.op == "output")
-        if len(found) != len(output.args[0]):
-            raise RuntimeError(f"it returns {len(found)} of {len(output.args[0])} tensors")
+        if len(outputs) != len(output.args[0]):
+            raise RuntimeError(f"it returns {len(outputs)} of {len(output.args[0])} tensors")
         if plain:
             check_kernels(run, graph, example)
         return run
@@ -355,15 +357,17 @@ class Backend:
 def _inductor(graph: GraphModule, example: list[Tensor]) -> Run:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    made: list[Callable[[list[Tensor]], list[Tensor]]] = []
+    kernels: list[Callable[[list[Tensor]], list[Tensor]]] = []
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
-        made.append(compile_fx_inner(*args, **kwargs))
-        return made[-1]
+        kernels.append(compile_fx_inner(*args, **kwargs))
+        return kernels[-1]
 
     owns = owns_outputs(graph.graph)
     run: Any = compile_fx(graph, list(example), inner_compile=remembered)
     # What stands around the compiled function puts views of inputs and updates of them together.
     # Where there are none it does nothing, in a tenth of the time of a small graph.
-    found: Run = (lambda *inputs: made[0](list(inputs))) if owns and len(made) == 1 else run
-    return found
+    compiled: Run = (
+        (lambda *inputs: kernels[0](list(inputs))) if owns and len(kernels) == 1 else run
+    )
+    return compiled

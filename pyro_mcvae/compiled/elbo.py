@@ -37,60 +37,60 @@ from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
 
-# Programs make parameters and find out about themselves in their first steps.
+# Uncompiled steps before the first recording, in which programs create their parameters.
 _PLAIN_STEPS = 2
-# A recording takes as long as so many steps; from so many seconds on it is announced. Each that
-# served for less lets the next one wait twice as long, at most for so many steps.
+# The cost of a recording in steps, the seconds above which it is logged, and the longest wait. If a
+# recording served for fewer steps than its cost, the wait for the next one doubles.
 _COST, _LONG, _MAX_WAIT = 100, 20, 1024
-# From so many steps between attempts on the log names what changes.
+# If attempts are at least this many steps apart, the log names what changes.
 _OFTEN = 64
-# How many recordings of one kind of call are kept: of training and of evaluation mode, say.
+# The number of stored recordings of one specialization, such as of training and evaluation mode.
 _MAX_RECORDINGS = 4
-# After so many comparisons that failed it is given up.
+# The number of failed comparisons after which the loss stays uncompiled.
 _MAX_FAILURES = 3
-# A recording is compiled at its third use: one that serves once or twice is not worth it.
+# The use at which a recording is compiled; one that is used once or twice is not worth it.
 _COMPILED_FROM = 3
 
 _MISSED = object()
 
 
-class Case:
+class Specialization:
     """
     Calls that differ in their tensors' values only.
 
-    :param loss: whose calls they are.
-    :param tell: logs why they cannot be recorded.
+    :param loss: the loss.
+    :param log_reason: logs why the calls cannot be recorded.
     """
 
-    def __init__(self, loss: object, backend: Backend, tell: Callable[[str], object]) -> None:
-        self._loss, self._backend, self._tell = loss, backend, tell
+    def __init__(self, loss: object, backend: Backend, log_reason: Callable[[str], object]) -> None:
+        self._loss, self._backend, self._log_reason = loss, backend, log_reason
         self._recordings: list[Recording] = []
         # Plain steps since the last attempt to record one, and how many there are before the next.
         self._plain_steps, self._wait = 0, _PLAIN_STEPS
-        self._failures = self._uses = self._made = 0
+        self._failures = self._uses = self._num_recorded = 0
         self._changed, self._seconds = "", 0.0
-        self._seen: Dependencies | None = None
+        self._dependencies: Dependencies | None = None
         self._executed, self._more = ExecutedCode(), ExecutedCode()
-        self.refused = ""
+        self.unsupported = ""
 
-    def take(self, call: Call) -> object:
+    def step(self, call: Call) -> object:
         """Take one step."""
-        if self.refused:
+        if self.unsupported:
             return self._plain(call)
         for recording in tuple(self._recordings):
             if changed := recording.changed():
                 self._changed = changed
-            elif (found := self._replayed(recording, call)) is not _MISSED:
-                return found
+            elif (loss := self._replayed(recording, call)) is not _MISSED:
+                return loss
         if self._plain_steps >= self._wait and self._is_stable():
             return self._recorded(call)
         return self._watched(call)
 
     def _is_stable(self) -> bool:
-        """Whether nothing has changed since the last plain step."""
-        if self._seen is None:
+        """Return whether nothing has changed since the last plain step."""
+        if self._dependencies is None:
             return False
-        if (entry := self._seen.changed()) is None:
+        if (entry := self._dependencies.changed()) is None:
             return True
         self._changed = entry.name
         self._wait_longer()
@@ -117,19 +117,19 @@ class Case:
             return self._plain(call)
         begin = time.perf_counter()
         with ExecutedCode() as self._executed:
-            found = self._plain(call)
+            loss = self._plain(call)
         self._seconds = time.perf_counter() - begin
         self._executed.add(self._more)
-        self._seen = Dependencies.of(call.model, call.guide, executed=self._executed)
-        return found
+        self._dependencies = Dependencies.of(call.model, call.guide, executed=self._executed)
+        return loss
 
     def _recorded(self, call: Call) -> object:
         generators = Generators()
-        if self._uses >= _COST * self._made:
+        if self._uses >= _COST * self._num_recorded:
             self._wait, self._plain_steps = _PLAIN_STEPS, 0
         else:
             self._wait_longer()
-        self._made += 1
+        self._num_recorded += 1
         if (seconds := _COST * self._seconds) > _LONG:
             _logger.warning("recording a step once, which may take up to %.0f s", seconds)
         try:
@@ -139,10 +139,10 @@ class Case:
             if isinstance(reason, NotUsable):
                 self._more.add(self._executed)
             else:
-                self._refuse(str(reason))
+                self._give_up(str(reason))
             return self._plain(call)
         self._recordings = [recording, *self._recordings[: _MAX_RECORDINGS - 1]]
-        return self._handed(call, recording, outcome)
+        return self._to_result(call, recording, outcome)
 
     def _replayed(self, recording: Recording, call: Call) -> object:
         recording.uses += 1
@@ -169,7 +169,7 @@ class Case:
             return _MISSED
         self._recordings.sort(key=lambda r: r is not recording)  # the first one to try next time
         recording.commit(outcome)
-        return self._handed(call, recording, outcome)
+        return self._to_result(call, recording, outcome)
 
     def _run(self, recording: Recording, inputs: list[Tensor]) -> Run:
         if recording.run is None:
@@ -182,7 +182,7 @@ class Case:
         self, recording: Recording, outcome: Outcome, call: Call, begin: Generators
     ) -> object:
         """Take the uncompiled step, and compare the replayed one with it."""
-        found, loss, gradients = self._observed(call, recording)
+        result, loss, gradients = self._run_eager(call, recording)
         after = Generators()
         if all(map(bool, outcome.assumed)) and bool(loss.isfinite()):
 
@@ -196,7 +196,7 @@ class Case:
             pairs = [
                 (outcome.loss, loss),
                 *zip(outcome.gradients, gradients, strict=True),
-                *(update.done(held, new) for update, held, new in recording.updated(outcome)),
+                *(update.done(buffer, new) for update, buffer, new in recording.updated(outcome)),
             ]
             if differing(pairs, recording.graph, moved):
                 self._failed(recording, "its numbers have changed")
@@ -209,23 +209,23 @@ class Case:
                     _logger.warning(why, error)
                     recording.run = recording.graph
             after.put_back()
-        return found
+        return result
 
     def _failed(self, recording: Recording, why: str) -> None:
         self._recordings.remove(recording)
         self._failures += 1
         if self._failures >= _MAX_FAILURES:
-            self._refuse(f"{why}, for the {self._failures}rd time: it depends on what is not seen")
+            self._give_up(f"{why}, for the {self._failures}rd time: it depends on what is not seen")
         else:
             _logger.warning("a step is recorded again, since %s", why)
 
-    def _refuse(self, reason: str) -> None:
-        self._recordings, self._seen, self.refused = [], None, reason
-        self._tell(reason)
+    def _give_up(self, reason: str) -> None:
+        self._recordings, self._dependencies, self.unsupported = [], None, reason
+        self._log_reason(reason)
 
     # The three functions of a loss: how a recorded step returns what the plain one does.
 
-    def _observed(self, call: Call, recording: Recording) -> tuple[Any, Tensor, list[Tensor]]:
+    def _run_eager(self, call: Call, recording: Recording) -> tuple[Any, Tensor, list[Tensor]]:
         """Take the uncompiled step; return also its loss and its gradients, to be compared."""
         leaves, adds = recording.leaves, call.function == "loss_and_grads"
         before = [p.grad for p in leaves]
@@ -233,7 +233,7 @@ class Case:
         for p in leaves if adds else ():
             p.grad = None
         try:
-            found: Any = self._plain(call)
+            result: Any = self._plain(call)
             if adds:
                 gradients = [p.grad for p in leaves]
         finally:
@@ -241,15 +241,17 @@ class Case:
             for p, old in zip(leaves, before, strict=True):
                 if adds and old is not None:
                     p.grad = old if p.grad is None else old + p.grad
-        if call.function == "differentiable_loss" and found.requires_grad:
-            gradients = gradients_of(found, leaves)  # once more than they are used
+        if call.function == "differentiable_loss" and result.requires_grad:
+            gradients = gradients_of(result, leaves)  # once more than they are used
         loss = (
-            found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.double)
+            result.detach()
+            if isinstance(result, Tensor)
+            else torch.tensor(result, dtype=torch.double)
         )
         zeros = zip(gradients, leaves, strict=False)
-        return found, loss, [torch.zeros_like(p) if g is None else g for g, p in zeros]
+        return result, loss, [torch.zeros_like(p) if g is None else g for g, p in zeros]
 
-    def _handed(self, call: Call, recording: Recording, outcome: Outcome) -> object:
+    def _to_result(self, call: Call, recording: Recording, outcome: Outcome) -> object:
         """Return what a recorded step computed, as the uncompiled one does."""
         if call.function == "loss_and_grads":
             for p, gradient in zip(recording.leaves, outcome.gradients, strict=True):
@@ -299,7 +301,7 @@ class _WithGradients(torch.autograd.Function):
 # A loss recorded once, and replayed.
 
 # Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.
-_MAX_CASES = 16
+_MAX_SPECIALIZATIONS = 16
 
 # The options of Pyro's losses, which are those of the plain loss.
 _PYROS = frozenset(inspect.signature(ELBO.__init__).parameters) - {"self", "num_particles"}
@@ -307,16 +309,16 @@ _PYROS = frozenset(inspect.signature(ELBO.__init__).parameters) - {"self", "num_
 
 class CompiledELBO(FixedOptions, ELBO, nn.Module):
     """
-    Any loss, recorded once and replayed: the numbers of the plain loss without its Python.
+    Any loss, recorded once and replayed without its Python code.
 
-    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations, with
-    its gradient and with the updates of what adapts; further steps compute the graph.
+    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations,
+    including its gradient and the updates of step sizes. Later steps run the graph.
 
     :param loss: an objective with Pyro's interface: one of this package's, or Pyro's own.
     :param str backend: ``"inductor"`` compiles the graph, once, for seconds to a minute;
-        ``"eager"`` computes it as it is, with the very operations of the plain loss; or another
-        backend of :func:`torch.compile`.
-    :param options: of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
+        ``"eager"`` runs the recorded operations, bit for bit those of the plain loss. Other
+        backends of :func:`torch.compile` are allowed.
+    :param options: options of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
 
     Example::
 
@@ -344,21 +346,21 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         ELBO.__init__(self, num_particles=getattr(loss, "num_particles", 1))
         self.backend = backend
         self._backend = Backend(backend, options)
-        self._forget()
+        self._clear()
 
-    def _is_made(self) -> bool:
+    def _is_initialized(self) -> bool:
         return "_backend" in vars(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_made() and name in (options_of(self.plain) | _PYROS) - {"loss"}:
+        if self._is_initialized() and name in (options_of(self.plain) | _PYROS) - {"loss"}:
             setattr(self.plain, name, value)  # which may refuse it
-            self._forget()
+            self._clear()
         else:
             super().__setattr__(name, value)
 
     @property
     def num_particles(self) -> Any:
-        """The plain loss's, also where it is assigned."""
+        """Return the number of particles of the plain loss; it can be assigned."""
         return self.plain.num_particles
 
     @num_particles.setter
@@ -366,41 +368,46 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         self.plain.num_particles = num_particles
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Any:
-        """The plain loss's ``loss``."""
-        return self._take("loss", model, guide, args, kwargs)
+        """Return the ``loss`` of the plain loss."""
+        return self._step("loss", model, guide, args, kwargs)
 
     def loss_and_grads(
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Any:
-        """The plain loss's ``loss_and_grads``."""
-        return self._take("loss_and_grads", model, guide, args, kwargs)
+        """Return the ``loss_and_grads`` of the plain loss."""
+        return self._step("loss_and_grads", model, guide, args, kwargs)
 
     def differentiable_loss(
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
-        """The plain loss's ``differentiable_loss``."""
-        return cast(Tensor, self._take("differentiable_loss", model, guide, args, kwargs))
+        """Return the ``differentiable_loss`` of the plain loss."""
+        return cast(Tensor, self._step("differentiable_loss", model, guide, args, kwargs))
 
     def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> object:
         # Pyro's hook for one particle, abstract in ELBO.
         return self.plain._get_trace(model, guide, args, kwargs)
 
-    def _take(
+    def _step(
         self, function: str, model: Program, guide: Program, args: Args, kwargs: Kwargs
     ) -> object:
         call = Call(function, model, guide, args, kwargs)
         try:
             key = call.key
-            if key not in self._cases and len(self._cases) >= _MAX_CASES:
+            if (
+                key not in self._specializations
+                and len(self._specializations) >= _MAX_SPECIALIZATIONS
+            ):
                 raise NotRecordable(
-                    f"it is called in more than {_MAX_CASES} ways (shapes, modes, arguments that "
-                    f"are no tensors or floats): new ones"
+                    f"it is called in more than {_MAX_SPECIALIZATIONS} ways (shapes, modes, "
+                    f"arguments that are no tensors or floats): new ones"
                 )
-            if key not in self._cases:
-                self._cases[key] = Case(self.plain, self._backend, self._tell)
-            return self._cases[key].take(call)
+            if key not in self._specializations:
+                self._specializations[key] = Specialization(
+                    self.plain, self._backend, self._log_reason
+                )
+            return self._specializations[key].step(call)
         except NotRecordable as reason:
-            self._tell(str(reason))
+            self._log_reason(str(reason))
             return getattr(self.plain, function)(model, guide, *args, **kwargs)
 
     def __call__(self, model: nn.Module, guide: nn.Module) -> LossModule:
@@ -418,11 +425,11 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         # Recordings hold the very tensors of programs; a copy makes its own.
-        return {**self.__dict__, "_cases": {}, "_warn": WarnOnce(_logger)}
+        return {**self.__dict__, "_specializations": {}, "_warn": WarnOnce(_logger)}
 
-    def _tell(self, reason: str) -> None:
+    def _log_reason(self, reason: str) -> None:
         self._warn(f"{type(self.plain).__name__} cannot be recorded and runs uncompiled: {reason}")
 
-    def _forget(self) -> None:
-        self._cases: dict[Hashable, Case] = {}
+    def _clear(self) -> None:
+        self._specializations: dict[Hashable, Specialization] = {}
         self._warn = WarnOnce(_logger)

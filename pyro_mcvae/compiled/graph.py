@@ -28,7 +28,10 @@ _STATISTICS = {
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a node draws nothing and writes nothing, so that it may go, move, or be merged."""
+    """
+    Return whether a node has no side effects and draws nothing, so that it may be moved, merged or
+    erased.
+    """
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op == "call_function"
     schema = getattr(node.target, "_schema", None)
@@ -38,7 +41,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
-    """The tensors that a node is called with and may alias, by the alias info of its schema."""
+    """Yield the tensor arguments of a node that have alias information in its schema."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
@@ -47,7 +50,7 @@ def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
 
 
 def _written(node: Node) -> Iterator[Node]:
-    """What a node writes to."""
+    """Yield the nodes that a node writes to."""
     if node.target in _STATISTICS and node.args[5]:
         yield from (a for i in _STATISTICS[node.target] if isinstance(a := node.args[i], Node))
     for alias, value in _arguments(node):
@@ -57,7 +60,7 @@ def _written(node: Node) -> Iterator[Node]:
 
 
 def _viewed(node: Node) -> Node | None:
-    """The node whose memory this one's result may share."""
+    """Return the node whose memory this node's result may share."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
     schema = getattr(node.target, "_schema", None)
@@ -66,36 +69,36 @@ def _viewed(node: Node) -> Node | None:
     return next((value for _, value in _arguments(node) if isinstance(value, Node)), None)
 
 
-def _roots(nodes: Iterable[Node]) -> dict[Node, Node]:
+def _memory_owners(nodes: Iterable[Node]) -> dict[Node, Node]:
     """Whose memory each node that is a view shares."""
-    found: dict[Node, Node] = {}
+    owners: dict[Node, Node] = {}
     for node in nodes:
         if (source := _viewed(node)) is not None:
-            found[node] = found.get(source, source)
-    return found
+            owners[node] = owners.get(source, source)
+    return owners
 
 
 def _targets(graph: Graph) -> list[Node]:
     """Whose memory is written to, in the order of the first writes."""
-    shares = _roots(graph.nodes)
-    return list(dict.fromkeys(shares.get(t, t) for node in graph.nodes for t in _written(node)))
+    owners = _memory_owners(graph.nodes)
+    return list(dict.fromkeys(owners.get(t, t) for node in graph.nodes for t in _written(node)))
 
 
-def _settled(graph: Graph) -> Iterator[Node]:
+def _constant_nodes(graph: Graph) -> Iterator[Node]:
     """
-    The operations that are functions of their inputs alone, in order; they may be erased meanwhile.
+    Yield the operations that depend on their inputs alone, in order. They may be erased meanwhile.
 
     What is written to later is a new tensor each time, and reads of it are not equal.
     """
-    shares, changing = _roots(graph.nodes), set(_targets(graph))
+    owners, changing = _memory_owners(graph.nodes), set(_targets(graph))
     for node in list(graph.nodes):
         inputs = [node, *node.all_input_nodes]
-        if _is_pure(node) and not any(shares.get(n, n) in changing for n in inputs):
+        if _is_pure(node) and not any(owners.get(n, n) in changing for n in inputs):
             yield node
 
 
 def _returned(graph: Graph) -> tuple[Node, list[Any]]:
-    """The output node, and what it returns."""
+    """Return the output node and its arguments."""
     (output,) = (n for n in graph.nodes if n.op == "output")
     returned = output.args[0]
     return output, list(returned) if isinstance(returned, list | tuple) else [returned]
@@ -118,11 +121,11 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     for node in reversed(list(graph.nodes)):
         if not node.users and (_is_pure(node) or node.op == "get_attr"):
             graph.erase_node(node)
-    constants = _lift(recorded)
+    constants = _constants_to_inputs(recorded)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    updates = _take_out_updates(graph, inputs[: len(constants)])
+    updates = _extract_updates(graph, inputs[: len(constants)])
     _merge_equal(graph)
-    _own_outputs(graph)
+    _owned_outputs(graph)
     return GraphModule(torch.nn.Module(), graph), constants, updates
 
 
@@ -146,7 +149,7 @@ def _simplify(graph: Graph) -> None:
     Ones like this tensor are ones like any other: a gradient begins with them at each transition,
     and what is computed of them is then computed once.
     """
-    shares, fixed = _roots(graph.nodes), set(_settled(graph))
+    owners, fixed = _memory_owners(graph.nodes), set(_constant_nodes(graph))
     for node in graph.nodes:
         meta, source = node.meta.get("tensor_meta"), node.args[0] if node.args else None
         if node.target in _FILLED and meta is not None and node.meta.get("device") is not None:
@@ -162,7 +165,7 @@ def _simplify(graph: Graph) -> None:
         alike = node.target == _aten.detach.default or _layout(node) == _layout(source) is not None
         if node.target in _COPIES:
             # Of what is held a copy may be meant: it may be written to under another name.
-            alike &= node in fixed and shares.get(source, source).op == "call_function"
+            alike &= node in fixed and owners.get(source, source).op == "call_function"
             alike &= node.target == _aten.clone.default or node.args[1] == 1
         if alike:
             node.replace_all_uses_with(source)
@@ -173,20 +176,20 @@ def _layout(node: Node) -> tuple[object, ...] | None:
     return None if meta is None else (meta.shape, meta.stride, meta.dtype)
 
 
-def _lift(recorded: GraphModule) -> list[Tensor]:
+def _constants_to_inputs(recorded: GraphModule) -> list[Tensor]:
     """Turn tensors that the graph holds, one for each object, into its first inputs."""
     graph = recorded.graph
-    found: dict[int, Node] = {}
+    inputs: dict[int, Node] = {}
     constants: list[Tensor] = []
     last: Node | None = None
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        held = operator.attrgetter(str(node.target))(recorded)
-        if id(held) not in found:
+        tensor = operator.attrgetter(str(node.target))(recorded)
+        if id(tensor) not in inputs:
             # Before nothing is at the beginning: a first node that is lifted itself is erased.
             with graph.inserting_after(last) if last else graph.inserting_before(None):
-                last = found[id(held)] = graph.placeholder(f"constant_{len(constants)}")
-            constants.append(held)
-        node.replace_all_uses_with(found[id(held)])
+                last = inputs[id(tensor)] = graph.placeholder(f"constant_{len(constants)}")
+            constants.append(tensor)
+        node.replace_all_uses_with(inputs[id(tensor)])
         graph.erase_node(node)
     return constants
 
@@ -197,7 +200,7 @@ def _merge_equal(graph: Graph) -> None:
     same constants at each transition.
     """
     known: dict[Hashable, Node] = {}
-    for node in _settled(graph):
+    for node in _constant_nodes(graph):
         first = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -217,15 +220,15 @@ def _key(value: Argument) -> Hashable:
     return (type(value), repr(value))
 
 
-def _own_outputs(graph: Graph) -> None:
+def _owned_outputs(graph: Graph) -> None:
     """
     Let each output be a tensor of its own, which is dense: gradients are handed to optimizers and
     users, who write to them.
     """
-    shares, seen, owned = _roots(graph.nodes), set[Node](), []
+    owners, seen, owned = _memory_owners(graph.nodes), set[Node](), []
     output, returned = _returned(graph)
     for value in returned:
-        root = shares.get(value, value)
+        root = owners.get(value, value)
         if root.op == "placeholder" or root in seen or not _is_dense(value):
             options: dict[str, Any] = {"memory_format": torch.contiguous_format}
             with graph.inserting_before(output):
@@ -236,7 +239,7 @@ def _own_outputs(graph: Graph) -> None:
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether a tensor has a place in memory for each entry, and no other places between them."""
+    """Return whether a tensor's memory has exactly one place for each entry."""
     meta = node.meta.get("tensor_meta")
     if meta is None:
         return True  # a copy of ours
@@ -245,9 +248,11 @@ def _is_dense(node: Node) -> bool:
 
 
 def owns_outputs(graph: Graph) -> bool:
-    """Whether no output shares memory with another or with an input, and no input is updated."""
-    shares, (_, returned) = _roots(graph.nodes), _returned(graph)
-    owners = [shares.get(value, value) for value in returned]
+    """
+    Return whether no output shares memory with another or with an input, and no input is updated.
+    """
+    owner_of, (_, returned) = _memory_owners(graph.nodes), _returned(graph)
+    owners = [owner_of.get(value, value) for value in returned]
     shared = any(n.op == "placeholder" for n in (*owners, *_targets(graph)))
     return len(set(owners)) == len(returned) and not shared
 
@@ -268,25 +273,25 @@ class Update:
     constant: int
     rows: bool
 
-    def write(self, held: Tensor, new: list[Tensor]) -> None:
+    def write(self, buffer: Tensor, new: list[Tensor]) -> None:
         """Write the outputs to the tensor."""
         if self.rows:
-            held.detach().index_copy_(0, *new)
+            buffer.detach().index_copy_(0, *new)
         else:
-            held.detach().copy_(new[0])
+            buffer.detach().copy_(new[0])
 
-    def done(self, held: Tensor, new: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def done(self, buffer: Tensor, new: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return what would be written, and what stands in the tensor now."""
-        return new[-1], held.index_select(0, new[0]) if self.rows else held
+        return new[-1], buffer.index_select(0, new[0]) if self.rows else buffer
 
 
-def _take_out_updates(graph: Graph, constants: list[Node]) -> list[Update]:
+def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
     """
     Let a graph return what it would write to the inputs that are held.
 
     :raises NotRecordable: if another input is written to.
     """
-    found = []
+    updates = []
     output, new = _returned(graph)
     for node in [n for n in _targets(graph) if n.op == "placeholder"]:
         if node not in constants:
@@ -301,23 +306,23 @@ def _take_out_updates(graph: Graph, constants: list[Node]) -> list[Update]:
             node.replace_all_uses_with(copy)
             copy.args = (node,)
             new.append(copy)
-        found.append(Update(constants.index(node), last is not None))
+        updates.append(Update(constants.index(node), last is not None))
     output.args = (tuple(new),)
-    return found
+    return updates
 
 
-def _rows(graph: Graph, held: Node) -> Node | None:
+def _rows(graph: Graph, buffer: Node) -> Node | None:
     """
-    The one write to a tensor, of rows, after which nothing reads it: a copy of the states of all
-    data, of which a minibatch changes some, would cost more than the step.
+    Return the single write of rows to a buffer that is not read afterwards. Copying the states of
+    all data, where a minibatch changes a few, would cost more than the step.
     """
-    shares = _roots(graph.nodes)
-    uses = [n for n in graph.nodes if any(shares.get(i, i) is held for i in n.all_input_nodes)]
-    writes = [n for n in uses if any(shares.get(t, t) is held for t in _written(n))]
+    owners = _memory_owners(graph.nodes)
+    uses = [n for n in graph.nodes if any(owners.get(i, i) is buffer for i in n.all_input_nodes)]
+    writes = [n for n in uses if any(owners.get(t, t) is buffer for t in _written(n))]
     last = uses[-1]
     if writes != [last] or last.target != _aten.index_copy_.default or last.users:
         return None
-    return last if last.args[:2] == (held, 0) else None
+    return last if last.args[:2] == (buffer, 0) else None
 
 
 # Constants that stay ------------------------------------------------------------------------------
@@ -339,7 +344,7 @@ def split_off(graph: Graph, stays: list[bool]) -> tuple[GraphModule, GraphModule
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"][: len(stays)]
     known = {n for n, stay in zip(inputs, stays, strict=True) if stay}
-    for node in _settled(graph):
+    for node in _constant_nodes(graph):
         if all(n in known for n in node.all_input_nodes):
             known.add(node)
     first, copies = Graph(), dict[Node, Node]()

@@ -52,7 +52,7 @@ def said_by(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}{at}"
 
 
-def _refuse(why: str) -> NoReturn:
+def _unsupported_op(why: str) -> NoReturn:
     raise NotRecordable(f"{why} at {program_line()}")
 
 
@@ -94,8 +94,8 @@ class _HostReads(TorchDispatchMode):
     buffer)`` and ``table[buffer]`` read the buffer, and the shape of ``torch.where(mask)`` depends
     on the mask.
 
-    A value that the step computes is refused, and so is a shape. A tensor that is held, as a buffer
-    is, is assumed to stay as it is: every replay checks it.
+    Reading a computed value or shape raises an error. A stored tensor, such as a buffer, may be
+    read; every replay checks that it has not changed.
     """
 
     def __torch_dispatch__(
@@ -110,17 +110,19 @@ class _HostReads(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            _refuse(f"draws from a generator of its own ({name}), which comparisons would turn on,")
+            _unsupported_op(
+                f"draws from a generator of its own ({name}), which comparisons would turn on,"
+            )
         if torch.Tag.dynamic_output_shape in func.tags and not _picks_by_numbers(func, args):
-            _refuse(f"has a shape that depends on values ({name})")
+            _unsupported_op(f"has a shape that depends on values ({name})")
         if torch.Tag.data_dependent_output not in func.tags:
             return func(*args, **kwargs)
         try:
             value = func(*args, **kwargs)
         except RuntimeError:
-            _refuse("reads a tensor's value")
+            _unsupported_op("reads a tensor's value")
         if func is not _aten._local_scalar_dense.default or value != value:
-            _refuse("reads a tensor's value")
+            _unsupported_op("reads a tensor's value")
         add_guard(torch.eq(args[0], value))
         return value
 
@@ -136,10 +138,10 @@ def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
 
 class Reading(float):
     """
-    What ``tensor.item()`` returns in a recorded loss: a number that knows its tensor.
+    The result of ``tensor.item()`` in a recorded loss: a number with its tensor.
 
-    Sums and multiples of it are recorded; a decision by its value is refused, except for the check
-    whether it is NaN, which the recorded step alone makes.
+    Sums and multiples of it are recorded. A branch on its value raises an error, except for a check
+    for NaN, which only the recorded step makes.
     """
 
     tensor: Tensor
@@ -148,10 +150,10 @@ class Reading(float):
     def of(cls, tensor: Tensor) -> Reading:
         """Read a tensor."""
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
-            found = cls(tensor.detach().item())
+            reading = cls(tensor.detach().item())
         # A Python number has double precision.
-        found.tensor = tensor.detach().double() if tensor.dtype.is_floating_point else tensor
-        return found
+        reading.tensor = tensor.detach().double() if tensor.dtype.is_floating_point else tensor
+        return reading
 
     def __neg__(self) -> Reading:
         return Reading.of(-self.tensor)
@@ -168,7 +170,7 @@ class Reading(float):
 
 
 def _decides(*_: object) -> NoReturn:
-    _refuse("decides by a tensor's value")
+    _unsupported_op("decides by a tensor's value")
 
 
 def _arithmetic(name: str) -> Function:
@@ -199,7 +201,7 @@ _COMPARISONS: dict[object, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
 }
 # These read memory by no operation.
-_UNSEEN = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_UNRECORDED = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _SPLITS = (torch.tensor_split, Tensor.tensor_split)
 
 
@@ -241,8 +243,8 @@ class ReadingMode(TorchFunctionMode):
             return same and _fixed(_COMPARISONS[func](*args, **kwargs).all())
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
-        if func in _UNSEEN or (func in _SPLITS and isinstance(args[1], Tensor)):
-            _refuse(f"reads a tensor's value (.{func.__name__})")
+        if func in _UNRECORDED or (func in _SPLITS and isinstance(args[1], Tensor)):
+            _unsupported_op(f"reads a tensor's value (.{func.__name__})")
         if any(isinstance(a, Reading) for a in args):
             args = tree_map_only(Reading, lambda reading: reading.tensor, args)
         return self._with_numbers(func, args, kwargs) if self._numbers else func(*args, **kwargs)
@@ -257,10 +259,10 @@ class ReadingMode(TorchFunctionMode):
         if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return torch.get_default_dtype()
         if not others and getattr(func, "__name__", "").strip("_") in _ARITHMETIC:
-            found = func(*args, **kwargs)
-            assert isinstance(found, Tensor)
-            self._numbers[id(found)] = found
-            return found
+            result = func(*args, **kwargs)
+            assert isinstance(result, Tensor)
+            self._numbers[id(result)] = result
+            return result
         types = [torch.result_type(t, 0.5) for t in others] or [torch.get_default_dtype()]
         dtype = functools.reduce(torch.promote_types, types)
 
@@ -271,7 +273,7 @@ class ReadingMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _watched(self, hook: Function) -> Function:
-        """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
+        """Wrap a gradient hook, such as Pyro's warnings; the backward pass runs without modes."""
 
         def watched(gradient: Tensor) -> object:
             with self:
@@ -287,15 +289,15 @@ def _fixed(value: Tensor) -> Any:
     A program's own decisions are refused: they are other ones at the next step.
     """
     with disable_proxy_modes_tracing():
-        found = value.item()
-    add_guard(value if found is True else value == found)
-    return found
+        number = value.item()
+    add_guard(value if number is True else value == number)
+    return number
 
 
 def _stays(code: CodeType, caller: object) -> bool:
     """
-    Whether PyTorch itself reads a number (if two transforms are equal, for a closed form), or a
-    plate without a minibatch that is looped over: its indices are always the same.
+    Return whether a number that is read cannot change: a comparison of transforms by PyTorch, or
+    the indices of a loop over a plate without a minibatch.
     """
     whole = isinstance(caller, SubsampleMessenger) and caller.subsample_size == caller.size
     return whole or code.co_filename.startswith(_TORCH)
@@ -315,6 +317,6 @@ def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     Every replay checks that there are none; if there are, the plain step is taken, and refuses.
     """
     if num_classes < 0:
-        _refuse("has a shape that depends on values (one_hot without num_classes)")
+        _unsupported_op("has a shape that depends on values (one_hot without num_classes)")
     add_guard(((input >= 0) & (input < num_classes)).all())
     return one_hot(input, num_classes).long()

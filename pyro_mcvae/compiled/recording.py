@@ -93,12 +93,12 @@ class Call:
     def numbers(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the inputs that are floats."""
         pairs = zip(inputs, filter(_is_input, self.leaves), strict=True)
-        return [given for given, leaf in pairs if not isinstance(leaf, Tensor)]
+        return [number for number, leaf in pairs if not isinstance(leaf, Tensor)]
 
     def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
         """Return the arguments with other tensors in place of the inputs."""
-        given = iter(inputs)
-        leaves = [next(given) if _is_input(leaf) else leaf for leaf in self.leaves]
+        values = iter(inputs)
+        leaves = [next(values) if _is_input(leaf) else leaf for leaf in self.leaves]
         if isinstance(self.spec, Tree):
             args, kwargs = tree_unflatten(leaves, self.spec.spec)
             return args, kwargs
@@ -107,7 +107,7 @@ class Call:
 
 
 def _is_input(leaf: object) -> bool:
-    """Whether a leaf may have another value at each replay."""
+    """Return whether a leaf may have another value at each replay."""
     return isinstance(leaf, Tensor) or type(leaf) is float
 
 
@@ -162,7 +162,7 @@ class NotUsable(NotRecordable):
 
 
 def _has_hooks(leaf: Tensor) -> bool:
-    """Whether something is called with the gradient of a parameter, or after it was accumulated."""
+    """Return whether a parameter has hooks on its gradient or its accumulation."""
     return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
@@ -170,24 +170,24 @@ def gradients_of(
     loss: Tensor, leaves: list[Tensor], gradient: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of parameters, as they are before hooks; None where there is none."""
-    held = [leaf._backward_hooks for leaf in leaves]
+    hooks_before = [leaf._backward_hooks for leaf in leaves]
     for leaf in leaves:
         leaf._backward_hooks = None
     try:
         return torch.autograd.grad(loss, leaves, gradient, retain_graph=True, allow_unused=True)
     finally:
-        for leaf, hooks in zip(leaves, held, strict=True):
+        for leaf, hooks in zip(leaves, hooks_before, strict=True):
             leaf._backward_hooks = hooks
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Whether a tensor is made by the step that is being recorded."""
+    """Return whether a tensor is computed by the step that is being recorded."""
     mode = get_proxy_mode()
     return mode is not None and has_proxy_slot(tensor, mode.tracer)
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
-    """The parameters behind a loss, in the order of their discovery."""
+    """Return the parameters behind a loss, in the order of their discovery."""
     waiting, seen, leaves = [loss.grad_fn], set(), []
     while waiting:
         node = waiting.pop()
@@ -227,17 +227,17 @@ class Slot:
 
 
 def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
-    """The tensors of a value that the step computed, and what makes such a value of others."""
+    """Split a value into the tensors that the step computed and a function that rebuilds it."""
     is_record = dataclasses.is_dataclass(value)
     names = [f.name for f in dataclasses.fields(value) if f.init] if is_record else []
     leaves, spec = tree_flatten([getattr(value, n) for n in names] if is_record else value)
     tensors = [t for t in leaves if isinstance(t, Tensor) and _is_recorded(t)]
-    kept = [_TENSOR if isinstance(t, Tensor) and _is_recorded(t) else t for t in leaves]
+    parts = [_TENSOR if isinstance(t, Tensor) and _is_recorded(t) else t for t in leaves]
     kind = type(value)
 
     def rebuild(new: list[Tensor]) -> object:
-        given = iter(new)
-        filled = tree_unflatten([next(given) if v is _TENSOR else v for v in kept], spec)
+        values = iter(new)
+        filled = tree_unflatten([next(values) if v is _TENSOR else v for v in parts], spec)
         return kind(**dict(zip(names, filled, strict=True))) if is_record else filled
 
     return tensors, rebuild
@@ -253,8 +253,8 @@ class Surroundings:
 
     def __init__(self, *roots: object, executed: ExecutedCode) -> None:
         self._before = Dependencies.of(*roots, executed=executed)
-        if self._before.refused:
-            raise NotRecordable(self._before.refused)  # before an item of an iterator is lost
+        if self._before.unsupported:
+            raise NotRecordable(self._before.unsupported)  # before an item of an iterator is lost
         self._generators = GeneratorStates(self._before)
         self._names = set(pyro.get_param_store()._params)
         self._roots, self._expected = roots, executed
@@ -268,8 +268,8 @@ class Surroundings:
                 # A scripted module's are no dict, and are written in place only.
                 if isinstance(value._buffers, dict):
                     spaces.append(value._buffers)
-                held = [b for b in value._buffers.values() if b is not None]
-                self._buffers += [(b, b.detach().clone()) for b in held]
+                buffers = [b for b in value._buffers.values() if b is not None]
+                self._buffers += [(b, b.detach().clone()) for b in buffers]
             self._spaces += [(type(value), space, dict(space)) for space in spaces]
 
     def __enter__(self) -> Surroundings:
@@ -300,7 +300,7 @@ class Surroundings:
 
     @contextmanager
     def watched(self, mode: ReadingMode) -> Iterator[list[Tensor]]:
-        """A step that is recorded runs within; the list fills with what the recording assumes."""
+        """Record a step within this context; the yielded list collects its guards."""
         with recorded_guards() as assumed, pyro.validation_enabled(False), mode, self.executed:
             yield assumed
 
@@ -308,7 +308,7 @@ class Surroundings:
         """
         Return the attributes that the step wrote.
 
-        :raises NotRecordable: naming an attribute with another plain value: a counter, say.
+        :raises NotRecordable: naming an attribute with another plain value, such as a counter.
         """
         slots = []
         for owner, space, before in self._spaces:
@@ -326,13 +326,13 @@ class Surroundings:
 
     def check(self, slots: list[Slot]) -> Dependencies:
         """
-        Check that a step has changed nothing but what is known, and read nothing that may change.
+        Check that a step has only the recorded side effects, and reads nothing that may change.
 
-        :returns: what it has read.
-        :raises NotRecordable: naming what it has changed, or read.
+        :returns: everything that it read.
+        :raises NotRecordable: naming a side effect, or a value that may change.
         """
-        found = Dependencies.of(*self._roots, executed=self.executed)
-        if not found.functions <= self._before.functions:
+        dependencies_now = Dependencies.of(*self._roots, executed=self.executed)
+        if not dependencies_now.functions <= self._before.functions:
             self._expected.add(self.executed)
             raise NotUsable("it executes functions that the step before has not")
         if name := self._generators.moved():
@@ -344,14 +344,14 @@ class Surroundings:
         def is_slot(entry: Entry) -> bool:
             return (id(getattr(entry.get, "__self__", None)), entry.key) in keys
 
-        for dependencies in (self._before, found):
-            kept = [e for e in dependencies.entries if type(e.key) is not str or not is_slot(e)]
-            dependencies.entries = kept
+        for dependencies in (self._before, dependencies_now):
+            entries = [e for e in dependencies.entries if type(e.key) is not str or not is_slot(e)]
+            dependencies.entries = entries
         if (entry := self._before.changed()) is not None:
             raise NotRecordable(f"each step changes {entry.name}, which a replay would not")
-        if found.refused:
-            raise NotRecordable(found.refused)
-        return found
+        if dependencies_now.unsupported:
+            raise NotRecordable(dependencies_now.unsupported)
+        return dependencies_now
 
 
 # Recordings ---------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Outcome:
         return read(self.loss, *self.assumed)
 
     def is_usable(self) -> bool:
-        """Whether the plain loss would have taken the step, too."""
+        """Return whether the guards hold and the results are finite."""
         loss, *assumed = self.numbers
         return all(assumed) and math.isfinite(loss)
 
@@ -449,9 +449,9 @@ class Recording:
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
         """Sort a graph's outputs."""
-        loss, *rest = outputs
-        given = iter(rest)
-        assumed, gradients, *written = [list(islice(given, size)) for size in self.sizes]
+        loss, *others = outputs
+        remaining = iter(others)
+        assumed, gradients, *written = [list(islice(remaining, size)) for size in self.sizes]
         return Outcome(loss, assumed, gradients, written)
 
     def updated(self, outcome: Outcome) -> list[tuple[Update, Tensor, list[Tensor]]]:
@@ -461,8 +461,8 @@ class Recording:
 
     def commit(self, outcome: Outcome) -> None:
         """Write what the step writes besides gradients."""
-        for update, held, new in self.updated(outcome):
-            update.write(held, new)
+        for update, buffer, new in self.updated(outcome):
+            update.write(buffer, new)
         for slot, tensors in zip(self.slots, outcome.written, strict=False):
             slot.write(tensors)
 
@@ -515,8 +515,8 @@ class _Step:
         self, loss: Tensor, gradient: Tensor | None = None, *_: object, **__: object
     ) -> None:
         leaves = _leaves_of(loss)
-        found = gradients_of(loss, leaves, gradient) if leaves else ()
-        for leaf, new in zip(leaves, found, strict=True):
+        gradients = gradients_of(loss, leaves, gradient) if leaves else ()
+        for leaf, new in zip(leaves, gradients, strict=True):
             if new is None:
                 continue
             at = next((i for i, known in enumerate(self.leaves) if known is leaf), None)

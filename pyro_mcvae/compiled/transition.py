@@ -91,14 +91,14 @@ class _Recording:
     :ivar graph: ``(*prepared, *inputs) -> (*tensors of the new state and info, assumed)``.
     :ivar constants: as they were recorded.
     :ivar places: where each is among the tensors of a density; None for parameters and numbers.
-    :ivar kept: the new state and the info, with the places of tensors among the outputs.
+    :ivar template: the new state and the info, with the places of tensors among the outputs.
     """
 
     prepare: GraphModule
     graph: GraphModule
     constants: list[Tensor]
     places: list[int | None]
-    kept: list[Any]
+    template: list[Any]
     assumes: bool
     dependencies: Dependencies
     chain: _Contents | None = None
@@ -116,8 +116,8 @@ class _Recording:
         """Return the new state; None if the graph does not hold for this one."""
         if self.assumes and not bool(outputs[-1]):
             return None
-        given = iter(outputs)
-        values: list[Any] = [next(given) if v is Tensor else v for v in self.kept]
+        tensors = iter(outputs)
+        values: list[Any] = [next(tensors) if v is Tensor else v for v in self.template]
         fields = len(State._fields)
         return State(*values[:fields]), Info(*values[fields:])
 
@@ -146,13 +146,13 @@ class RecordedTransition:
         self._executed = ExecutedCode()
         # Its transitions are different functions.
         parts = kernel.modules()
-        self._refused = any(getattr(p, "num_transitions", None) is not None for p in parts)
+        self._unsupported = any(getattr(p, "num_transitions", None) is not None for p in parts)
 
     def step(self, state: State, target: Target) -> _Step:
         """Move the chains, as :meth:`Kernel.step`."""
         self._steps += 1
         last, self._last = self._last, None
-        if self._refused:
+        if self._unsupported:
             return self._kernel.step(state, target)
         if begins := target.evaluate is not self._chain:
             self._chain = target.evaluate
@@ -179,14 +179,14 @@ class RecordedTransition:
         self._uses += 1
         compared = begins or is_due(known.uses)
         generators = Generators() if compared or known.assumes else None
-        found = known.outcome(known.graph(*known.prepared, *inputs))
-        if found is not None and not compared:
-            self._last = found[0]
-            return found
+        step = known.outcome(known.graph(*known.prepared, *inputs))
+        if step is not None and not compared:
+            self._last = step[0]
+            return step
         assert generators is not None
         generators.put_back()
         plain = self._kernel.step(state, target)
-        if found is not None and not _agree(found, plain):
+        if step is not None and not _agree(step, plain):
             del self._recordings[self._key]  # another one is made, of what is so now
         return plain
 
@@ -197,35 +197,35 @@ class RecordedTransition:
             if self._recorded > _MAX_RECORDINGS and self._uses < _COST * self._recorded:
                 raise NotRecordable("its transitions are ever other ones")
             recording, outputs = self._recording_of(state, target, inputs)
-            found = recording.outcome(outputs)
+            step = recording.outcome(outputs)
         except NotRecordable as reason:
-            found = None
+            step = None
             if not isinstance(reason, NotUsable):
-                self._refused = True
+                self._unsupported = True
                 _logger.info("transitions run uncompiled, as one cannot be recorded: %s", reason)
-        if found is None:
+        if step is None:
             generators.put_back()
             return self._kernel.step(state, target)
         self._recordings[self._key] = recording
-        return found
+        return step
 
     def _recording_of(
         self, state: State, target: Target, inputs: list[Tensor]
     ) -> tuple[_Recording, list[Tensor]]:
-        kernel, made = self._kernel, []
+        kernel, recorded = self._kernel, []
         around = Surroundings(*self._programs, kernel, executed=self._executed)
 
         def function(*inputs: Tensor) -> list[Tensor]:
-            given = iter(inputs)
-            then = State(*(None if t is None else next(given) for t in state))  # type: ignore[arg-type]
-            at = Target(target.evaluate, next(given), target.movable, target.transition)
+            tensors_left = iter(inputs)
+            then = State(*(None if t is None else next(tensors_left) for t in state))  # type: ignore[arg-type]
+            at = Target(target.evaluate, next(tensors_left), target.movable, target.transition)
             with around.watched(ReadingMode(_no_backward)) as assumed:
                 values = _values(kernel.step(then, at))
             tensors = [t.detach() for t in values if isinstance(t, Tensor)]
             if assumed:
                 tensors.append(torch.stack([a.reshape(()) for a in assumed]).all())
-            kept = [Tensor if isinstance(t, Tensor) else t for t in values]
-            made.append((tensors, kept, bool(assumed)))
+            template = [Tensor if isinstance(t, Tensor) else t for t in values]
+            recorded.append((tensors, template, bool(assumed)))
             return tensors
 
         with around:
@@ -233,7 +233,7 @@ class RecordedTransition:
             around.check([])
         if updates:
             raise NotRecordable("it updates tensors in place")
-        tensors, kept, assumes = made[0]
+        tensors, template, assumes = recorded[0]
         # The kernel is a copy of ours: what changes in it shows in the first transition of a chain.
         dependencies = Dependencies.of(*self._programs, executed=around.executed)
         # Nothing is trained meanwhile, but a step size is found.
@@ -252,15 +252,15 @@ class RecordedTransition:
         stays = [id(c) not in moving for c in constants]
         prepare, graph = split_off(graph.graph, stays)
         recording = _Recording(
-            prepare, quick(graph), constants, places, kept, assumes, dependencies
+            prepare, quick(graph), constants, places, template, assumes, dependencies
         )
         recording.begin(self._contents)
         return recording, tensors
 
 
-def _values(found: _Step) -> list[Any]:
-    """A transition without the score of what was decided, which evaluators have no use for."""
-    return [*found[0], *found[1]._replace(log_prob=None)]
+def _values(step: _Step) -> list[Any]:
+    """Return the tensors of a transition, without the score of accept decisions."""
+    return [*step[0], *step[1]._replace(log_prob=None)]
 
 
 def _no_backward(_: Tensor) -> None:
@@ -271,7 +271,7 @@ def _layout(value: Tensor) -> Hashable:
     return value.shape, value.stride(), value.dtype, value.device
 
 
-def _agree(found: _Step, plain: _Step) -> bool:
-    """Whether two transitions are the same, bit for bit."""
-    pairs = zip(_values(found), _values(plain), strict=True)
+def _agree(step: _Step, plain: _Step) -> bool:
+    """Return whether two transitions are equal, bit for bit."""
+    pairs = zip(_values(step), _values(plain), strict=True)
     return all(same_bits(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))

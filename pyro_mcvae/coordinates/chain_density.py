@@ -46,7 +46,7 @@ def _check_chain(log_weight: LogWeight, objective: str) -> None:
 
 
 def _moving_terms(log_weight: LogWeight) -> list[Term]:
-    """The local factors, without those of discrete draws, which chains leave where they are."""
+    """Return the local factors, without those of discrete draws, which chains do not move."""
     sample, moving = log_weight.first.sample, log_weight.plan.moving
     guide = sample.runs[0].guide_trace.nodes
     terms = [t for t in sample.runs[0].terms if sample.is_local(t)]
@@ -54,15 +54,15 @@ def _moving_terms(log_weight: LogWeight) -> list[Term]:
 
 
 def _check_reparameterized(log_weight: LogWeight, objective: str) -> None:
-    rough = log_weight.unreparameterized
-    if rough:
+    unreparameterized = log_weight.unreparameterized
+    if unreparameterized:
         nodes = log_weight.first.sample.runs[0].guide_trace.nodes
-        kinds = ", ".join(type(bare(nodes[n]["fn"])).__name__ for n in rough)
+        kinds = ", ".join(type(bare(nodes[n]["fn"])).__name__ for n in unreparameterized)
         raise ValueError(
             f"{objective} needs draws with a gradient to the guide's parameters, but the "
-            f"guide's site{named(rough)} not reparameterized ({kinds}): use a distribution "
-            f"with rsample and without rejections, or TraceIWAE_ELBO, which scores such "
-            f"sites"
+            f"guide's site{named(unreparameterized)} not reparameterized ({kinds}): use a "
+            f"distribution with rsample and without rejections, or TraceIWAE_ELBO, which "
+            f"scores such sites"
         )
 
 
@@ -137,17 +137,17 @@ class ChainDensity:
 
     @property
     def runs(self) -> list[Run]:
-        """The first and the last evaluation, to name a site that is not finite."""
+        """Return the first and the last evaluation, to name a site that is not finite."""
         return [*self.log_weight.first.sample.runs, *self._latest.sample.runs]
 
     def start(self) -> State:
-        """The first draw."""
+        """Return the state at the first draw."""
         if self._kernel_gradient and self._again:
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
             if not (costs_nothing_to_read(state.position) and _are_finite(state, values=False)):
-                state, _ = _mended(state)
+                state, _ = _with_finite_gradients(state)
             return state
 
     def __call__(self, position: Tensor) -> State:
@@ -159,16 +159,16 @@ class ChainDensity:
             near, reads = position.detach().abs() <= self._far, costs_nothing_to_read(position)
             all_near = reads and guard(near.all())
             # A tensor of its own: transforms remember what they made of one that they know.
-            own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
-            state = self._at(position, own)
+            start = position.view_as(position) if all_near else torch.where(near, position, 0.0)
+            state = self._at(position, start)
             # Where no graph is kept nothing but gradients is patched.
             if not (all_near and _are_finite(state, values=self._full)):
-                state = self._mended(state, near, reads)
+                state = self._with_finite_gradients(state, near, reads)
             return state
 
-    def _mended(self, state: State, near: Tensor, reads: bool) -> State:
-        """The state without what is not finite, and without what lies too far off."""
-        state, regular = _mended(state, near.all(-1))
+    def _with_finite_gradients(self, state: State, near: Tensor, reads: bool) -> State:
+        """Give zero weight to non-finite values and to positions that are too far away."""
+        state, regular = _with_finite_gradients(state, near.all(-1))
         if self._full and reads and not guard(regular.all()):
             return self._with_constants(state, regular)
         return state
@@ -179,13 +179,13 @@ class ChainDensity:
 
     def _with_constants(self, state: State, regular: Tensor) -> State:
         """
-        The same state, as a constant at the data where something is not finite.
+        Replace the state by a constant at data where something is not finite.
 
         A rejected move there would leave 0 * NaN in the gradient of every parameter.
         """
-        first, home = self._latest, self.log_weight.coordinates.detach()
-        position = torch.where(regular.unsqueeze(-1), state.position, home)
-        again, _ = _mended(self._at(position, position))
+        first, anchor = self._latest, self.log_weight.coordinates.detach()
+        position = torch.where(regular.unsqueeze(-1), state.position, anchor)
+        again, _ = _with_finite_gradients(self._at(position, position))
         self._latest = first
         fields: dict[str, Tensor] = {}
         for name, old in state._asdict().items():
@@ -195,7 +195,10 @@ class ChainDensity:
         return state._replace(**fields)
 
     def _state(self, position: Tensor, at: Evaluation) -> State:
-        """What the programs say there, finite or not; without a graph that the bound is not for."""
+        """
+        Return the state of an evaluation, finite or not, without graphs that the bound does not
+        need.
+        """
         state = State(position, at.log_base, at.log_weight)
         if self._kernel_gradient:
             state = State(*state[:3], *self.log_weight.gradients(at, self._full))
@@ -205,7 +208,10 @@ class ChainDensity:
 
 
 def _are_finite(state: State, values: bool) -> bool:
-    """Whether gradients, and with ``values`` densities, are finite; sums that overflow are not."""
+    """
+    Return whether gradients, and with ``values`` densities, are finite; finite entries whose sum
+    overflows are not.
+    """
     with torch.no_grad():
         density = state.log_base + state.log_weight if values else None
         sums = [part.sum() for part in (density, state.grad_joint) if part is not None]
@@ -213,9 +219,9 @@ def _are_finite(state: State, values: bool) -> bool:
         return not sums or guard((total := sum(sums[1:], sums[0])) - total == 0)
 
 
-def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
+def _with_finite_gradients(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
     """
-    The state without steps that are not finite, and the data at which it was so already.
+    Set non-finite gradients to zero; also return a mask of the data that needed no change.
 
     :param near: at which data the position is one where the programs have been run.
     """
@@ -232,7 +238,7 @@ def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
 
 @contextmanager
 def outside_inference_mode(programs: Programs) -> Iterator[Programs]:
-    """Chains differentiate, which inference mode forbids: leave it, with copies of the data."""
+    """Leave inference mode, since chains differentiate, and copy the data."""
     inside = torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if inside else nullcontext():
         yield _copied(programs) if inside else programs
@@ -264,19 +270,19 @@ class Whitening:
 
     @classmethod
     def none(cls, position: Tensor, movable: Tensor | None, dense: bool) -> Whitening:
-        """The identity, for positions of shape ``[K, *plates, D]``."""
+        """Make the identity map, for positions of shape ``[K, *plates, D]``."""
         mean, ones = torch.zeros_like(position[0]), torch.ones_like(position[0])
         still = None if movable is None else movable.expand_as(position)[0]
         return cls(mean, ones.diag_embed() if dense else ones, still)
 
     @property
     def dense(self) -> bool:
-        """Whether it knows of correlations."""
+        """Return whether the map has correlations."""
         return self.factor.dim() > self.mean.dim()
 
     @property
     def log_det(self) -> Tensor:
-        """Of L, shape ``[*plates]``."""
+        """Return the log determinant of L, shape ``[*plates]``."""
         diagonal = self.factor.diagonal(dim1=-2, dim2=-1) if self.dense else self.factor
         return diagonal.log().sum(-1)
 
@@ -294,34 +300,34 @@ class Whitening:
             return torch.linalg.solve_triangular(self.factor, columns, upper=False)[..., 0]
 
     def pulled(self, gradient: Tensor) -> Tensor:
-        """The gradient with respect to u, of that with respect to z."""
+        """Return the gradient with respect to u, given the one with respect to z."""
         return self._times(self.factor.mT if self.dense else self.factor, gradient)
 
     def log_normal(self, white: Tensor) -> Tensor:
-        """The density of u, shape ``[K, *plates]``."""
+        """Return the log density of u, shape ``[K, *plates]``."""
         density = -0.5 * (white.square() + math.log(2 * math.pi))
         return (density if self.movable is None else density * self.movable).sum(-1)
 
     def refined(self, white: Tensor) -> Whitening:
         r"""
-        The map to coordinates in which draws, given as u, have mean zero and about unit covariance:
-        a share :math:`1 - a` of theirs and a of the present one,
-        :math:`a = D / (K + D)`, or :math:`1 / (K + 1)` without correlations.
+        Return a map to coordinates in which draws have mean zero and about unit covariance. Their
+        covariance has the weight :math:`1 - a`, and the present one a, with :math:`a = D / (K +
+        D)`, or :math:`1 / (K + 1)` without correlations.
 
         :param white: shape ``[K, *plates, D]``.
         """
         count, dim = white.shape[0], white.shape[-1] if self.dense else 1
-        share = dim / (count + dim)
+        shrinkage = dim / (count + dim)
         moves = torch.ones_like(self.mean) if self.movable is None else self.movable
         mean = white.mean(0) * moves
-        apart = (white - mean) * moves
-        kept = torch.where(moves > 0, share, 1.0)
+        centered = (white - mean) * moves
+        floor = torch.where(moves > 0, shrinkage, 1.0)
         if not self.dense:
-            scale = ((1 - share) * apart.square().mean(0) + kept).sqrt()
+            scale = ((1 - shrinkage) * centered.square().mean(0) + floor).sqrt()
             return replace(self, mean=self.position(mean), factor=self.factor * scale)
         with without_autocast():
-            covariance = torch.einsum("k...i,k...j->...ij", apart, apart) / count
-            step = torch.linalg.cholesky((1 - share) * covariance + kept.diag_embed())
+            covariance = torch.einsum("k...i,k...j->...ij", centered, centered) / count
+            step = torch.linalg.cholesky((1 - shrinkage) * covariance + floor.diag_embed())
             return replace(self, mean=self.position(mean), factor=self.factor @ step)
 
     def _times(self, factor: Tensor, vector: Tensor) -> Tensor:
@@ -341,29 +347,29 @@ class WhitenedDensity:
     Its normalizing constant is the same, whatever map was fixed before.
 
     :param ChainDensity density: in the coordinates of the guide.
-    :param bool at_given: begin where the density does, and not at draws of :math:`q'`.
+    :param bool at_start: begin where the density does, and not at draws of :math:`q'`.
     """
 
-    def __init__(self, density: ChainDensity, whitening: Whitening, at_given: bool = False) -> None:
-        self._density, self.whitening, self._at_given = density, whitening, at_given
+    def __init__(self, density: ChainDensity, whitening: Whitening, at_start: bool = False) -> None:
+        self._density, self.whitening, self._at_start = density, whitening, at_start
 
     @property
     def log_weight(self) -> LogWeight:
-        """In the coordinates of the guide."""
+        """Return the log weight in the guide's coordinates."""
         return self._density.log_weight
 
     @property
     def runs(self) -> list[Run]:
-        """As those of the density."""
+        """Return the first and the last evaluation of the density."""
         return self._density.runs
 
     def start(self) -> State:
-        """A draw of the base, but for what does not move."""
-        given = self.whitening.white(self.log_weight.coordinates.detach())
-        if self._at_given:
-            return self(given)
-        noise, movable = torch.randn_like(given), self.whitening.movable
-        return self(noise if movable is None else torch.where(movable > 0, noise, given))
+        """Draw a start from the base density; coordinates that do not move keep their values."""
+        position = self.whitening.white(self.log_weight.coordinates.detach())
+        if self._at_start:
+            return self(position)
+        noise, movable = torch.randn_like(position), self.whitening.movable
+        return self(noise if movable is None else torch.where(movable > 0, noise, position))
 
     def __call__(self, white: Tensor) -> State:
         state = self._density(self.whitening.position(white))

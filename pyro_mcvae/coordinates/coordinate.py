@@ -424,11 +424,11 @@ class Beginning:
     The initial values of a guide's sites in each leading row of a step: draws of the guide.
 
     :ivar count: the number of rows; None for the number of particles.
-    :ivar held: the discrete sites that are fixed at their initial values.
+    :ivar fixed_sites: the discrete sites that are fixed at their initial values.
     """
 
     count: int | None = None
-    held: frozenset[str] = frozenset()
+    fixed_sites: frozenset[str] = frozenset()
 
     def begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
         """Return the coordinate of a site in some rows of the first run."""
@@ -439,7 +439,7 @@ class Beginning:
         return None
 
 
-class GivenLatents(Beginning):
+class LatentValues(Beginning):
     """
     Given initial values, the same in all rows, and draws of other sites.
 
@@ -456,10 +456,10 @@ class GivenLatents(Beginning):
         :raises NoCoordinateError: naming a site whose value has no known coordinate.
         """
         value = self._values.get(msg["name"])
-        return coordinate.draw() if value is None else _given_at(msg, coordinate, value)
+        return coordinate.draw() if value is None else _fixed_at(msg, coordinate, value)
 
 
-def _given_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
+def _fixed_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
     try:
         at = coordinate.at(value.expand(msg["fn"].shape()))
     except NoCoordinateError as error:

@@ -13,7 +13,8 @@ from pyro.distributions import is_validation_enabled, validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import Beginning, Coordinates, UnconstrainedCoordinate
-from pyro_mcvae.coordinates.layout import (
+from pyro_mcvae.coordinates.noise import sum_event
+from pyro_mcvae.coordinates.packing import (
     Packing,
     Placed,
     Plan,
@@ -26,7 +27,6 @@ from pyro_mcvae.coordinates.layout import (
     plan_of,
     value_at,
 )
-from pyro_mcvae.coordinates.noise import sum_event
 from pyro_mcvae.ops.smoothing import Widths, math_attention, smoothed, smoothed_gradients
 from pyro_mcvae.ops.tensors import Generators, as_shape, costs_nothing_to_read
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
@@ -279,7 +279,7 @@ class LogWeight:
     def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
         with exact_logs_if(bool(self._sampler.runner.bounded)):
             sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._beginning.held)
+        self.plan = plan_of(sample, self._records, self._beginning.fixed_sites)
         return sample
 
     def _running(self, at: Tensor | None = None) -> ExitStack:
@@ -295,7 +295,9 @@ class LogWeight:
         return entered(*twice, *self._checks())
 
     def _checks(self) -> list[AbstractContextManager[object]]:
-        """What keeps distributions from checks, but for the first time in an analysis."""
+        """
+        Return contexts that skip the checks of distributions after the first run of an analysis.
+        """
         analysis = self._sampler.analyses.of(self.programs)
         if analysis.get(_CHECKED) is None:
             analysis.put(_CHECKED, True)
@@ -413,11 +415,11 @@ class LogWeight:
         inner = self.coordinates.shape[1:]
         depth = coordinates.dim() - len(inner)
         if coordinates.shape[depth:] != inner:
-            raise _other_shape(coordinates, inner)
+            raise _shape_error(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         with self._running(flat):
-            found = evaluate(*self._run(flat))
-        return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
+            weights = evaluate(*self._run(flat))
+        return weights if depth == 1 else weights.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
         with exact_logs_if(self.plan.bounded):
@@ -444,14 +446,14 @@ class LogWeight:
             return placing_at(values, records[-1], self.kind, fixed)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
-        others = first.structure.global_sites.guide | self._beginning.held
-        check_names(records, self.packing, others)
+        fixed_sites = first.structure.global_sites.guide | self._beginning.fixed_sites
+        check_names(records, self.packing, fixed_sites)
         return sample, records
 
     def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
         """Return the first value of a site, and record its coordinate."""
         name, coordinate = msg["name"], coordinate_at(msg, self.kind)
-        needs_gradient = bool(self.gradient) and name not in self._beginning.held
+        needs_gradient = bool(self.gradient) and name not in self._beginning.fixed_sites
         moves = needs_gradient and torch.is_grad_enabled()
         with torch.set_grad_enabled(moves):
             at = self._beginning.begin(msg, rows, coordinate)
@@ -461,7 +463,7 @@ class LogWeight:
         return value_at(msg, record[name])
 
 
-def _other_shape(coordinates: Tensor, inner: torch.Size) -> ValueError:
+def _shape_error(coordinates: Tensor, inner: torch.Size) -> ValueError:
     return ValueError(
         f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
         f"{tuple(coordinates.shape)}"

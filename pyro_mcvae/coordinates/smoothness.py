@@ -92,7 +92,7 @@ class Smoothness:
         analysis, key = self._analyses.of(programs), ("kinks",)
         return analysis.cached(key, lambda: dict(analysis.before(key) or {}))
 
-    def look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
+    def check(self, log_weight: LogWeight, kernel: Kernel) -> bool:
         """
         Check a new structure.
 
@@ -100,9 +100,9 @@ class Smoothness:
         :returns: whether it has kinks that ``log_weight`` was drawn without.
         """
         checked = log_weight.plan.checked
-        return Smoothness not in checked and not is_recording() and self._look(log_weight, kernel)
+        return Smoothness not in checked and not is_recording() and self._check(log_weight, kernel)
 
-    def _look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
+    def _check(self, log_weight: LogWeight, kernel: Kernel) -> bool:
         log_weight.plan.checked.add(Smoothness)
         step = _length(kernel, log_weight)
         widths = self.widths(log_weight.programs)
@@ -203,9 +203,9 @@ def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         between = slope(middle)
-        left = (between - first).abs() > (last - between).abs()
-        low, first = torch.where(left, low, middle), torch.where(left, first, between)
-        high, last = torch.where(left, middle, high), torch.where(left, between, last)
+        early = (between - first).abs() > (last - between).abs()
+        low, first = torch.where(early, low, middle), torch.where(early, first, between)
+        high, last = torch.where(early, middle, high), torch.where(early, between, last)
         size = torch.maximum(size, between.abs())
         changes.append((last - first).abs())
     # If the guide is the posterior, the gradient is only rounding, of the size of that of log q.

@@ -63,8 +63,8 @@ def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
     """
     count = sampled.sum(0, keepdim=True)
     total = torch.where(sampled, cost, 0.0).sum(0, keepdim=True)
-    others = (total - cost) / (count - 1).clamp_min(1)
-    return torch.where(sampled, others, total / count.clamp_min(1))
+    mean_of_others = (total - cost) / (count - 1).clamp_min(1)
+    return torch.where(sampled, mean_of_others, total / count.clamp_min(1))
 
 
 # Baselines of the score function, subtracted from a discrete site's cost.

@@ -190,20 +190,20 @@ class SiteSlots:
         value, weight, _ = self.choice
         weight = weight.reshape(weight.shape + (1,) * (value.dim() - weight.dim()))
         likeliest = value.gather(0, weight.argmax(0, keepdim=True).expand_as(value[:1]))
-        taken = torch.where(weight > 0, value, likeliest)
+        values = torch.where(weight > 0, value, likeliest)
         if self.extra:
-            taken = torch.cat([taken[:-1], value[-1:]])
-        return replace(self, choice=self.choice._replace(value=taken))
+            values = torch.cat([values[:-1], value[-1:]])
+        return replace(self, choice=self.choice._replace(value=values))
 
     def padded(self, count: int) -> SiteSlots:
         """Prepend slots with weight zero up to ``count``."""
         missing = count - len(self)
         if not missing:
             return self
-        value, *others = self.choice
+        value, *rest_of_choice = self.choice
         first = value[:1].expand(missing, *value.shape[1:])
-        none = [torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]) for t in others]
-        padded = [torch.cat(pair) for pair in zip(none, others, strict=True)]
+        none = [torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]) for t in rest_of_choice]
+        padded = [torch.cat(pair) for pair in zip(none, rest_of_choice, strict=True)]
         return replace(self, choice=Choice(torch.cat([first, value]), *padded))
 
     def at(self, index: tuple[Tensor | int, ...]) -> SiteSlots:

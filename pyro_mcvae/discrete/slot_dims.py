@@ -49,8 +49,8 @@ from pyro_mcvae.programs.types import (
     plate_key,
 )
 from pyro_mcvae.programs.vmap import Mode
-from pyro_mcvae.structure import dependencies
-from pyro_mcvae.structure.independence import find_dependent_plates
+from pyro_mcvae.structure import provenance
+from pyro_mcvae.structure.interventions import find_dependent_plates
 
 # Slots for the discrete sites of a guide: several values of a site in one run of the programs.
 
@@ -326,10 +326,12 @@ def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]
         group = inside if c.term.key in states or not dims.isdisjoint(c.dims) else costs
         group.append(c)
     for s in sum_states([_state_factor(c, c.term.key in states) for c in inside], dims):
-        own = [inside[i] for i in s.members]
-        term = next((c.term for c in own if c.plates == s.plates), own[0].term)
+        factors = [inside[i] for i in s.members]
+        term = next((c.term for c in factors if c.plates == s.plates), factors[0].term)
         value, path = _detached(s.log_prob)
-        costs.append(SlotCost(term, value, path, s.scale, s.plates, tuple(c.term.key for c in own)))
+        costs.append(
+            SlotCost(term, value, path, s.scale, s.plates, tuple(c.term.key for c in factors))
+        )
     return costs
 
 
@@ -355,7 +357,7 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     """
     run = slot_run.run
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-    traced = dependencies.find_dependencies(programs, names, run.subsamples)
+    traced = provenance.find_dependencies(programs, names, run.subsamples)
     direct = {t.key: traced.factors.get(t.key, names) for t in run.summands}
     upstream = traced.ancestors(names)
     # A factor of the guide with a score function represents unknown draws: everything may depend
@@ -400,7 +402,7 @@ def _check_uncoupled(
 _logger = logging.getLogger(__name__)
 
 # The cache key of whether the slots of the programs share a run.
-_SHARES_RUN = ("slots together",)
+_IN_ONE_RUN = ("slots together",)
 
 
 class SlotSampler:
@@ -424,10 +426,10 @@ class SlotSampler:
         :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
         """
         analysis = self.sampler.analyses.of(programs)
-        shares_run = analysis.get(_SHARES_RUN)
-        if shares_run is False:
+        in_one_run = analysis.get(_IN_ONE_RUN)
+        if in_one_run is False:
             return None
-        with rewindable(shares_run is None) as rewind:
+        with rewindable(in_one_run is None) as rewind:
             try:
                 runs = [slot_run_of(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:
@@ -437,10 +439,10 @@ class SlotSampler:
                     f"the slots of all discrete sites of a datum are summed jointly, each with its "
                     f"full weight: {getattr(error, 'reason', error)}"
                 )
-                analysis.compared(_SHARES_RUN, lambda: False)
+                analysis.compared(_IN_ONE_RUN, lambda: False)
                 rewind()
                 return None
-        analysis.compared(_SHARES_RUN, lambda: True)
+        analysis.compared(_IN_ONE_RUN, lambda: True)
         return runs
 
     def ancestors(

@@ -31,7 +31,7 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import changed_draw, is_random, is_scored, reparameterized
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import LEADING, SLOT_OPTIONS, Message, SiteError, options_of
-from pyro_mcvae.structure.dependencies import find_dependencies
+from pyro_mcvae.structure.provenance import find_dependencies
 
 # Plans: the discrete sites with slots in the rows of a step, and the order of the rows.
 
@@ -59,19 +59,19 @@ class SlotPlan:
     The slots of a block's sites are numbered jointly; the first site's index varies fastest.
 
     :ivar sites: the discrete sites, in the guide's order.
-    :ivar others: the other local random sites.
+    :ivar continuous: the other local random sites.
     :ivar common: the sites that all particles share.
     :ivar counts: the number of slots of each discrete site.
     """
 
     sites: Mapping[str, SlotSite]
-    others: Mapping[str, SlotSite]
+    continuous: Mapping[str, SlotSite]
     common: frozenset[str]
     counts: Mapping[str, int]
 
     def stride(self, name: str) -> int:
         """Return the number of slots of the sites before this one."""
-        site = self.sites.get(name) or self.others[name]
+        site = self.sites.get(name) or self.continuous[name]
         return math.prod(self.counts[n] for n in site.before)
 
     def size(self, block: int) -> int:
@@ -104,7 +104,7 @@ def make_plan(
     :raises SlotError: naming a site that cannot have the requested slots.
     """
     sites: dict[str, SlotSite] = {}
-    others: dict[str, SlotSite] = {}
+    continuous: dict[str, SlotSite] = {}
     counts: dict[str, int] = {}
     for term in sample.runs[0].terms:
         if not term.in_guide or not is_random(term.site):
@@ -115,7 +115,7 @@ def make_plan(
             continue
         before = tuple(n for n, site in sites.items() if site.block == block)
         if not is_discrete(term.site):
-            others[name] = SlotSite(block, before)
+            continuous[name] = SlotSite(block, before)
             continue
         sites[name] = SlotSite(block, before, _joined(term, sample.blocks[block].dims))
         counts[name] = _count(term, options, sites[name].joined, warn)
@@ -128,8 +128,8 @@ def make_plan(
             f"weight, beside discrete sites with slots: observe it in the model, or use "
             f"TraceRaoBlackwell_ELBO, for programs that run with several of their values at once"
         )
-    shared = _common(programs, sample, sites, others) if common else frozenset()
-    return SlotPlan(sites, others, shared, counts)
+    shared = _common(programs, sample, sites, continuous) if common else frozenset()
+    return SlotPlan(sites, continuous, shared, counts)
 
 
 def _joined(term: Term, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -180,13 +180,13 @@ def _common(
     programs: Programs,
     sample: WeightedParticles,
     sites: Mapping[str, SlotSite],
-    others: Mapping[str, SlotSite],
+    continuous: Mapping[str, SlotSite],
 ) -> frozenset[str]:
     """Return the discrete sites, and the sites they depend on."""
-    order = [t.key.name for t in sample.runs[0].terms if t.key.name in {*sites, *others}]
+    order = [t.key.name for t in sample.runs[0].terms if t.key.name in {*sites, *continuous}]
     last = max(order.index(n) for n in sites)
     before = frozenset(order[:last])
-    if not before & others.keys():
+    if not before & continuous.keys():
         return frozenset(sites)
     names = frozenset(order)
     traced = find_dependencies(programs, names, sample.subsamples)
@@ -235,7 +235,7 @@ class SlotDraws(Beginning):
     ) -> None:
         self.plan, self.num_particles = plan, num_particles
         self.count: int = plan.num_slots * num_particles
-        self.held = frozenset(plan.sites)
+        self.fixed_sites = frozenset(plan.sites)
         self._options, self._warn = options, warn
         self._chosen: dict[tuple[str, int], SiteSlots] = {}
         self._slots: dict[str, dict[int, SiteSlots]] = {name: {} for name in plan.sites}
@@ -290,19 +290,19 @@ class SlotDraws(Beginning):
     def shared(self, msg: Message, at: Tensor, rows: range) -> Tensor:
         """Return a draw of another site, or that of the first row that shares it."""
         name, row = msg["name"], rows.start
-        if name not in self.plan.others:
+        if name not in self.plan.continuous:
             return at
         if len(rows) > 1:
             self._check_rows(msg)
             first = self._first(name, torch.arange(self.count, device=at.device))
-            return at if self._is_own(name) else changed_draw(lambda v: v[first], at)
+            return at if self._is_independent(name) else changed_draw(lambda v: v[first], at)
         self._drawn[name, row] = at
         first_row = self._first(name, row)
         return at if first_row == row else changed_draw(Tensor.clone, self._drawn[name, first_row])
 
     def is_shared(self, name: str) -> bool:
         """Return whether rows share the draws of a continuous site."""
-        return name in self.plan.others and not self._is_own(name)
+        return name in self.plan.continuous and not self._is_independent(name)
 
     def fixed_coordinate(self, msg: Message, rows: range) -> Tensor | None:
         """Return the stored value of a discrete site; None for another site."""
@@ -317,7 +317,7 @@ class SlotDraws(Beginning):
         value = one_by_one[0][rows.start] if len(rows) == 1 else torch.stack(one_by_one)
         return as_shape(value, msg["fn"].shape())
 
-    def made(self, name: str) -> dict[int, SiteSlots]:
+    def slots_of(self, name: str) -> dict[int, SiteSlots]:
         """Return the slots of a discrete site, by the first row of each run."""
         return self._slots[name]
 
@@ -358,7 +358,7 @@ class SlotDraws(Beginning):
             particle = particle * 0
         return slot % self.plan.stride(name) * self.num_particles + particle
 
-    def _is_own(self, name: str) -> bool:
+    def _is_independent(self, name: str) -> bool:
         """Return whether each row has a separate draw."""
         separate = self.num_particles == 1 or name not in self.plan.common
         return separate and self.plan.stride(name) == self.plan.num_slots
@@ -438,13 +438,13 @@ class SlotPlanner:
                     result, sample = make(draws)
                     if draws is not None and len(sample.runs) > 1:
                         _check_rows(sample)
-                    found_plan = self._plan_of(programs, sample)
-                    if found_plan.fits(plan) if found_plan else plan is None:
+                    new_plan = self._plan_of(programs, sample)
+                    if new_plan.fits(plan) if new_plan else plan is None:
                         analysis.put(_PLAN, plan)
                         return result, draws
                 except SlotsChangedError as changed:
-                    found_plan = changed.plan
-                analysis.put(_PLAN, plan := found_plan)
+                    new_plan = changed.plan
+                analysis.put(_PLAN, plan := new_plan)
                 if not rewind():  # The next runs would have other minibatches, with other sites.
                     analysis.put(_CHANGING, True)
                     return self.begin(sampler, programs, make)
@@ -479,7 +479,9 @@ def _check_rows(sample: WeightedParticles) -> None:
 def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
     """Check that other sites beside slots are reparameterized."""
     for term in sample.runs[0].terms:
-        unreparameterized = isinstance(term.score, Tensor) and term.key.name not in draws.held
+        unreparameterized = (
+            isinstance(term.score, Tensor) and term.key.name not in draws.fixed_sites
+        )
         if unreparameterized and sample.is_local(term):
             raise SlotError(
                 f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) is not "

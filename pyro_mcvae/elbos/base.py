@@ -61,8 +61,8 @@ class Bounds(NamedTuple):
         not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
         separate plates.
     :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
-    :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
-        log p - log q and the factors outside the data's plates, scaled; a scalar.
+    :ivar ~torch.Tensor shared: the terms that belong to no single datum: the global latents' log p
+        - log q and the factors outside the data's plates, scaled; a scalar.
     :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
 
     Example::
@@ -86,26 +86,27 @@ class Bounds(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """The bound on the log evidence of the full data set, in nats: minus the loss."""
+        """Return the bound on the log evidence of the full data set, in nats: minus the loss."""
         return self.shared + (self.scale * self.per_datum).sum()
 
 
 @dataclass(slots=True)
 class Estimate:
     """
-    One step's value and gradient. :class:`MonteCarloELBO` has an example.
+    The value and gradient of one step. :class:`MonteCarloELBO` has an example.
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions behind it, to name a site where the value is not finite.
     :ivar scored: whether the surrogate has the score-function terms of draws without
         reparameterization; a training step with such draws is refused otherwise.
-    :ivar averaged: whether latents that were to be weighed are averaged over, as in the plain ELBO.
-    :ivar overflow: what to say where the value is not finite though every site is.
-    :ivar causes: finds what made it so before any site is checked, a line each.
-    :ivar remedy: what to add where it is not finite.
-    :ivar finish: what to do after a training step that succeeded, such as adapting.
-    :ivar bounds: returns the value per datum; None where an objective has no such value.
+    :ivar averaged: whether no latent could be weighed, so that particles are averaged as in the
+        plain ELBO.
+    :ivar overflow: the error message if every site is finite and the value is not.
+    :ivar causes: returns the causes that are checked before the sites, one line each.
+    :ivar remedy: the advice in the error message.
+    :ivar finish: called after a successful training step, to adapt step sizes.
+    :ivar bounds: returns the value per datum; None if the objective has no such value.
     """
 
     value: Tensor
@@ -121,24 +122,24 @@ class Estimate:
 
 
 def add_up(summands: Iterable[Sum]) -> Sum:
-    """Their sum, without the operations that adding the number of no summands would cost."""
+    """Sum; nothing is added to a single summand."""
     tensors = [s for s in summands if isinstance(s, Tensor)]
     return sum(tensors[1:], tensors[0]) if tensors else 0.0
 
 
 def times(value: Tensor, factor: float | Tensor) -> Tensor:
-    """Their product, without an operation where the factor is the number 1."""
+    """Multiply; a factor of the number 1 costs no operation."""
     return value if not isinstance(factor, Tensor) and factor == 1 else value * factor
 
 
 def as_scalar(value: Sum) -> Tensor:
-    """A sum as a tensor, also where it had no summands."""
+    """Convert a sum to a tensor, even if it is a number."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
 def finite_loss(estimate: Estimate) -> float:
     """
-    Minus the bound, in nats.
+    Return minus the bound, in nats, if it is finite.
 
     :raises ValueError: naming the sites where a log density is not finite.
     """
@@ -177,9 +178,9 @@ class GradientCheck:
         self._runs, self._loss = runs, loss
 
     def total(self) -> Tensor | None:
-        """A number that is finite only if all gradients are; None where there is none."""
-        found = [g for p in self._trained() if (g := p.grad) is not None]
-        sums = [(g._values() if g.is_sparse else g).sum() for g in found]
+        """Return a number that is finite only if all gradients are; None without gradients."""
+        gradients = [g for p in self._trained() if (g := p.grad) is not None]
+        sums = [(g._values() if g.is_sparse else g).sum() for g in gradients]
         if not sums:
             return None
         like = sums[0]
@@ -192,6 +193,8 @@ class GradientCheck:
 
     def raise_if_not_finite(self, loss: float | None = None) -> None:
         """
+        Raise an error if a gradient is not finite, and clear all gradients.
+
         :raises ValueError: naming the parameters, and the latents that are near a boundary.
         """
         bad = [
@@ -213,20 +216,22 @@ class GradientCheck:
         return iter({id(p): p for p in self._by_name().values()}.values())
 
     def _by_name(self) -> dict[str, Tensor]:
-        """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
-        found: dict[str, Any] = {}
+        """
+        Return the parameters of the step by name. They are leaves of the graph, as in an optimizer.
+        """
+        params: dict[str, Any] = {}
         traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}
         for trace in traces.values():
             for name, site in trace.nodes.items():
-                if site["type"] == "param" and name not in found:
-                    own = getattr(site["value"], "unconstrained", None)
-                    found[name] = site["value"] if own is None else own()
+                if site["type"] == "param" and name not in params:
+                    unconstrained = getattr(site["value"], "unconstrained", None)
+                    params[name] = site["value"] if unconstrained is None else unconstrained()
         if isinstance(self._loss, nn.Module):
-            found.update(self._loss.named_parameters())
-        return {n: p for n, p in found.items() if isinstance(p, Tensor) and p.is_leaf}
+            params.update(self._loss.named_parameters())
+        return {n: p for n, p in params.items() if isinstance(p, Tensor) and p.is_leaf}
 
     def _near_boundaries(self) -> Iterator[str]:
-        """A line for each latent of the guide whose values are rounded to an end, or nearly."""
+        """Yield a line for each latent of the guide with values at, or almost at, a boundary."""
         for name, site in self._runs[-1].guide_trace.nodes.items():
             if (
                 site["type"] != "sample"
@@ -241,8 +246,8 @@ class GradientCheck:
             count = int((small | near_one | large).sum())
             if count:
                 kind = type(site["fn"]).__name__
-                found = f"{count} of {value.numel()} entries are almost 0, 1 or infinite"
-                yield f"site '{name}' of the guide ({kind}): {found}"
+                what = f"{count} of {value.numel()} entries are almost 0, 1 or infinite"
+                yield f"site '{name}' of the guide ({kind}): {what}"
 
 
 def _entries(gradient: Tensor) -> Tensor:
@@ -305,7 +310,7 @@ _ANOTHER = (
 )
 
 
-class Notices:
+class ModelWarnings:
     """What is logged once of the guides of one objective."""
 
     def __init__(self, analyses: Analyses, learns: bool) -> None:
@@ -313,26 +318,27 @@ class Notices:
         self._warn = WarnOnce(_logger)
         self._scaled: set[tuple[str, bool]] = set()
 
-    def look(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
+    def check(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
-        Log, or refuse, what of programs has another effect than their user may think.
+        Warn of, or refuse, options of a model and guide that probably do not have the intended
+        effect.
 
         Masks and scales may change, so each analysis of the programs checks them again.
 
-        :param runs: of the step; none where its caller has none, as of bounds per datum.
-        :param weighs: whether a site of the guide is part of a weight, of which the objective is
-            more than a mean of logarithms.
+        :param runs: the runs of the step; empty for bounds per datum.
+        :param weighs: returns whether a site of the guide is part of a weight in an objective that
+            is more than a mean of log weights.
         """
         if is_recording():
             return  # the uncompiled steps before were checked
         collected = collects_parameters()
 
-        def look() -> None:
-            self._look(programs, runs[:1] or [single_run(programs)], collected, weighs)
+        def find_problems() -> None:
+            self._check(programs, runs[:1] or [single_run(programs)], collected, weighs)
 
-        self._analyses.of(programs).cached(("notices", collected), look)
+        self._analyses.of(programs).cached(("warnings", collected), find_problems)
 
-    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
+    def _check(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
             self._warn(_ANOTHER)
         for run in runs if collected else ():
@@ -350,7 +356,7 @@ class Notices:
             if scale is not None:
                 self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
             else:
-                self._tell_scales(run)
+                self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
         for name in (n for run in runs for n in counted_only_by_guide(programs, run)):
@@ -361,7 +367,7 @@ class Notices:
         for term in (t for run in runs for t in run.guide_data):
             self._warn(_OBSERVED % term.key.name)
 
-    def tell_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
+    def warn_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
         """Warn once for a pair of programs that no latent is weighed, and name the cause."""
         drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
         if is_recording() or not any(weighs(t.site) for t in drawn.values()):
@@ -370,7 +376,7 @@ class Notices:
             ("averaged",), lambda: self._warn(_AVERAGED % _why_averaged(run, drawn))
         )
 
-    def _tell_scales(self, run: Run) -> None:
+    def _warn_scales(self, run: Run) -> None:
         """Warn of each latent that is scaled inside the weights, and again above 1."""
         plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
         local = [t for t in run.terms if plate_frames(t.site) or not plated]
@@ -387,9 +393,9 @@ def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]
     for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
         for latent in drawn:
             sites = latent.site, data.site
-            apart = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
+            events = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
             size, same = (math.prod(s["fn"].event_shape[:1]) for s in sites)
-            if apart and size == same > 1:
+            if events and size == same > 1:
                 yield latent.key.name, data.key.name, size
 
 
@@ -407,7 +413,7 @@ def refuse_scores(objective: str, runs: list[Run]) -> None:
     """
     Refuse draws without reparameterization.
 
-    A score-function term that is left out is a wrong gradient, which nothing else would show.
+    Without its score-function term the gradient would be wrong without notice.
 
     :raises ValueError: naming such a draw.
     """
@@ -436,9 +442,9 @@ class ELBOOptions(TypedDict, total=False):
 
 def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> None:
     """
-    Check what an objective passes on to :class:`MonteCarloELBO`.
+    Check the arguments that an objective passes to :class:`MonteCarloELBO`.
 
-    :raises TypeError: for arguments of other objectives, which it would leave without effect.
+    :raises TypeError: for arguments of other objectives, which would have no effect.
     """
     for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
         known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
@@ -452,29 +458,30 @@ class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
 
-    A subclass implements :meth:`estimate`: value, surrogate and value per datum of one step. This
-    class makes Pyro's interface of it: :meth:`loss`, :meth:`differentiable_loss`,
-    :meth:`loss_and_grads` and :meth:`bounds` agree under one random seed.
+    A subclass implements :meth:`estimate`, which returns the value, surrogate and value per datum
+    of one step. This class derives Pyro's interface from it. :meth:`loss`,
+    :meth:`differentiable_loss`, :meth:`loss_and_grads` and :meth:`bounds` agree under the same
+    random seed.
 
     :param int num_particles: the number of draws.
-    :param max_plate_nesting: how many batch dims the programs' plates occupy; found out by one
-        extra run at the first step if it is left out and particles are vectorised.
-    :param vectorize_particles: None runs all particles at once where that has a loop's numbers:
-        in the outermost batch dim, or under ``vmap``; elsewhere in a loop, and a log line says
-        why. True refuses programs that have to be looped over; False loops.
+    :param max_plate_nesting: the number of batch dims of plates. By default one extra run at the
+        first step determines it.
+    :param vectorize_particles: None runs all particles in one batch if that gives the densities of
+        a loop: in the outermost batch dim, or under ``vmap``. Otherwise it loops and logs the
+        reason. True raises an error instead of looping; False always loops.
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
         False samples them. Sites of the model that are marked ``infer={"enumerate": "parallel"}``,
         and that the guide does not draw, are summed exactly: log p(x, z) = log sum_y p(x, y, z).
     :param bool retain_graph: passed on to ``backward``.
-    :param bool ignore_jit_warnings: accepted as by Pyro's losses, and without an effect.
-    :param dict jit_options: likewise; nothing is compiled by ``torch.jit``.
-    :ivar sampler: for subclasses: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler` of the
-        weights of a step.
+    :param bool ignore_jit_warnings: accepted as by Pyro's losses, without effect.
+    :param dict jit_options: accepted without effect; nothing is compiled by ``torch.jit``.
+    :ivar sampler: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler`, from which subclasses
+        get the weights of a step.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
-    Example, an objective of one's own: the bound of the best of K particles, which takes
-    ``self.sampler`` for the weights of a step and leaves plates, scales, subsampling, global
-    and discrete latents, and both of Pyro's interfaces to the package::
+    Example, a custom objective: the bound of the best of K particles. It gets the weights of a step
+    from ``self.sampler``. The package does plates, scales, subsampling, global and discrete
+    latents, and Pyro's interfaces::
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
@@ -536,14 +543,14 @@ class MonteCarloELBO(FixedOptions, ELBO):
             ignore_jit_warnings=ignore_jit_warnings,
             jit_options=jit_options,
         )
-        self._notices = Notices(self.sampler.analyses, isinstance(self, nn.Module))
+        self._warnings = ModelWarnings(self.sampler.analyses, isinstance(self, nn.Module))
 
     def __call__(self, model: nn.Module, guide: nn.Module) -> LossModule:
         """Return a module whose call on data returns the loss, for ``torch.optim``."""
         return LossModule(model, guide, self)
 
-    def _is_made(self) -> bool:
-        return "_notices" in vars(self)  # Pyro's base class assigns some of them twice
+    def _is_initialized(self) -> bool:
+        return "_warnings" in vars(self)  # Pyro's base class assigns some of them twice
 
     def __getstate__(self) -> dict[str, object]:
         # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.
@@ -553,7 +560,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     @property
     def num_particles(self) -> int:
-        """The number of draws, of the next step if it is assigned."""
+        """Return the number of draws; a new value counts from the next step."""
         return self.sampler.num_particles
 
     @num_particles.setter
@@ -566,23 +573,25 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def _weighs(self, site: Site) -> bool:
         """
-        Whether a site of the guide is part of a weight, and the objective more than a mean of their
-        logarithms: then scales do not multiply it, and every draw needs its density.
+        Return whether a guide site is part of a weight in an objective that is more than a mean of
+        log weights. Then scales do not multiply the bound, and every draw needs its density.
         """
         return True
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
-        """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
+        """
+        Return the value and surrogate of one step; without gradients the surrogate needs no graph.
+        """
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
             estimate = self.estimate(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
-        self._notices.look(programs, estimate.runs, self._weighs)
+        self._warnings.check(programs, estimate.runs, self._weighs)
         if estimate.averaged:
-            self._notices.tell_averaged(programs, estimate.runs[0], self._weighs)
+            self._warnings.warn_averaged(programs, estimate.runs[0], self._weighs)
         return estimate
 
     def _get_trace(
@@ -596,7 +605,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """
-        Minus the bound, estimated without gradients.
+        Return minus the bound, estimated without gradients.
 
         :returns: the loss in nats, over the full data set where plates are subsampled.
         :raises ValueError: naming the sites where a log density is not finite.
@@ -609,7 +618,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
         """
-        Minus the bound, as a scalar tensor whose ``backward`` yields the gradient estimate.
+        Return minus the bound, as a scalar tensor whose ``backward`` adds the gradient estimate.
 
         Checks that the value, and after ``backward`` the gradient, are finite only while Pyro's
         validation is enabled, so that without validation no value leaves the device.
@@ -632,7 +641,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> float:
         """
-        Minus the bound; accumulates the gradient estimate in the parameters.
+        Return minus the bound, and add the gradient estimate to the parameters' gradients.
 
         :returns: the loss in nats, as :meth:`loss`.
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
@@ -678,9 +687,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def bounds(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Bounds:
         """
-        The bound per datum, without gradients.
+        Return the bound per datum, without gradients.
 
-        :returns: :class:`Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
+        :returns: :class:`.Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
             ``bounds.total`` is minus the loss.
         :raises NotImplementedError: for an objective of one's own without a value per datum.
 
@@ -704,12 +713,12 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         with torch.no_grad():
             programs = Programs(model, guide, args, kwargs)
-            found = self.estimate(programs).bounds
-            if found is None:
+            make_bounds = self.estimate(programs).bounds
+            if make_bounds is None:
                 raise NotImplementedError(
                     f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), "
                     f"or make the estimate by local_estimate"
                 )
-            bounds = found()
-            self._notices.look(programs, [], self._weighs)
+            bounds = make_bounds()
+            self._warnings.check(programs, [], self._weighs)
         return bounds

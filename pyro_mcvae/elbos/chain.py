@@ -44,39 +44,41 @@ from pyro_mcvae.structure.finder import StructureFinder
 _BY_DEFAULT = 0.01
 
 
-def defensive_share(given: float | None, trained: bool, reweighted: bool) -> float:
+def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> float:
     """
-    The share of the first draw in each weight.
+    Check and return the weight of the first draw in a defensive mixture.
 
-    :param given: by the user; None for the default of a chain that is ours, and trained.
+    :param weight: the user's value; None for the default, which is 0 unless the default kernel is
+        trained.
     :param bool reweighted: whether the gradient is the reweighted one.
-    :raises ValueError: for what is no share, or where no chain decides a step.
+    :raises ValueError: for invalid values, and for the reweighted gradient, in which no chain can
+        dominate a step.
     """
-    if given is None:
+    if weight is None:
         return _BY_DEFAULT if trained else 0.0
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1:
-        raise ValueError(f"defensive must be a number from 0 to below 1, got {given!r}")
-    if given and reweighted:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1:
+        raise ValueError(f"defensive must be a number from 0 to below 1, got {weight!r}")
+    if weight and reweighted:
         raise ValueError(
-            f"defensive={given} keeps diverged chains from deciding a step, which those of "
+            f"defensive={weight} keeps diverged chains from deciding a step, which those of "
             f"gradient_estimator='reweighted' do not: leave it out"
         )
-    return float(given)
+    return float(weight)
 
 
-def defended(chain: Chain, share: float) -> Tensor:
+def defensive_mixture(chain: Chain, weight: float) -> Tensor:
     r"""
-    The log weight of a mixture of an unadjusted chain and its beginning.
+    Return the log weight of a mixture of an unadjusted chain and its beginning.
 
     .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big)
 
-    :param float share: :math:`\alpha`, between 0 and 1.
+    :param float weight: :math:`\alpha`, between 0 and 1.
     :returns: shape ``[*batch]``; W where that is not finite.
     """
     usable, first = chain.log_weight.isfinite(), chain.start.log_weight
-    own = torch.where(usable, chain.log_weight, 0.0) + math.log1p(-share)
-    first = torch.where(first.isfinite(), first, -math.inf) + math.log(share)
-    return torch.where(usable, torch.logaddexp(own, first), chain.log_weight)
+    log_weight = torch.where(usable, chain.log_weight, 0.0) + math.log1p(-weight)
+    first = torch.where(first.isfinite(), first, -math.inf) + math.log(weight)
+    return torch.where(usable, torch.logaddexp(log_weight, first), chain.log_weight)
 
 
 # What the chains of one step did.
@@ -85,16 +87,16 @@ def defended(chain: Chain, share: float) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class ChainRecord:
     r"""
-    What the chains of one step did; nothing of it carries a graph, or has left the device.
+    A record of the chains of one step. Its tensors are detached and stay on the device.
 
     :ivar ~torch.Tensor acceptance: the mean acceptance probability of each transition, shape
-        ``[transitions]``; for unadjusted kernels the one that their moves would have had.
-    :ivar ~torch.Tensor step_size: the step size that was used, a scalar or shape ``[D]``; one row
-        for each transition where they differ.
+        ``[transitions]``; for unadjusted kernels the acceptance that their moves would have had.
+    :ivar ~torch.Tensor step_size: the step size, a scalar or shape ``[D]``; one row for each
+        transition if they differ.
     :ivar ~torch.Tensor betas: the schedule, shape ``[num_steps + 1]``.
     :ivar ~torch.Tensor log_weight: the chains' log weights W, shape ``[num_particles, *plates]``;
         of guides with discrete sites ``[num_particles, slots, *plates]``.
-    :ivar slot_weight: of these the weight of each slot, of the same shape; None elsewhere.
+    :ivar slot_weight: the weight of each slot, of the same shape; None without discrete sites.
     """
 
     acceptance: Tensor
@@ -105,7 +107,7 @@ class ChainRecord:
 
     @classmethod
     def of(cls, chain: Chain, step_size: Tensor, betas: Tensor, slots: OneSlot) -> ChainRecord:
-        """The record of a chain."""
+        """Make the record of a chain."""
         log_weight = slots.fold(chain.log_weight.detach())
         means = [chain.mean(info.acceptance) for info in chain.infos]
         acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
@@ -124,7 +126,7 @@ class ChainRecord:
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["auto", "full", "reweighted"]
 
-# What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
+# PyTorch's errors for operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
 
 _OVERFLOW = (
@@ -235,9 +237,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             analysis.put(_MOVES, None)
         with rewindable(not analysis.get(_MOVES)) as rewind:
             try:
-                found = self._estimate(programs)
+                result = self._estimate(programs)
                 analysis.put(_MOVES, True)
-                return found
+                return result
             except NothingToMoveError:
                 rewind()
         analysis.put(_MOVES, False)
@@ -265,25 +267,27 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return estimate
 
     def _causes(self) -> list[str]:
-        """What of the chain itself is not finite."""
+        """Return a line for each parameter of the chain that is not finite."""
         kind, step = type(self).__name__, self.last_step
-        own = {f"the parameter '{n}' of {kind}": p.detach() for n, p in self.named_parameters()}
+        values = {f"the parameter '{n}' of {kind}": p.detach() for n, p in self.named_parameters()}
         if step is not None:
-            own |= {"the schedule": step.betas, "the kernel's step size": step.step_size}
+            values |= {"the schedule": step.betas, "the kernel's step size": step.step_size}
         return [
             f"{name} is not finite ({value.tolist()}): put an earlier value back, and train with "
             f"a lower learning rate"
-            for name, value in own.items()
+            for name, value in values.items()
             if not bool(value.isfinite().all())
         ]
 
     @property
     def _gradient(self) -> GradientMode:
-        """What a training step differentiates."""
+        """Return the gradients that a training step needs."""
         return GradientMode.FIRST if self.gradient_estimator == "reweighted" else GradientMode.CHAIN
 
     def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
-        """The programs of one step as a function from positions to states, and its slots."""
+        """
+        Make the function from positions to states of one step, and the slots of discrete sites.
+        """
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
 
@@ -292,8 +296,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         widths = self._smoothness.widths(programs) if twice else None
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
-            given = self.sampler, programs, self.coordinates, gradient
-            log_weight = LogWeight(*given, begin=draws, widths=widths)
+            arguments = self.sampler, programs, self.coordinates, gradient
+            log_weight = LogWeight(*arguments, begin=draws, widths=widths)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
@@ -304,7 +308,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        again = twice and self._smoothness.look(log_weight, self.kernel)
+        again = twice and self._smoothness.check(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
@@ -318,7 +322,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return slots.without_entropy(slots.sum(surrogate))
 
     def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
-        """What the score functions of discrete draws multiply."""
+        """Return the cost that multiplies the score functions of discrete draws."""
         # The reweighted gradient of the guide is that of the plain ELBO.
         first = self.gradient_estimator == "reweighted"
         log_weight = (density.log_weight.first if first else chain).log_weight.detach()
@@ -330,8 +334,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             start = density.start()
             if start.grad_base is not None:
                 # Let the step size see where the chains start.
-                seen = of_moving(start.grad_base.detach(), movable)
-                self.kernel.step_size.begin(seen, self.training and density.gradient.keeps_graph)
+                first = of_moving(start.grad_base.detach(), movable)
+                self.kernel.step_size.begin(first, self.training and density.gradient.keeps_graph)
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, movable, last)
@@ -363,7 +367,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _over_ranks(
         self, acceptance: Tensor, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The mean that the chain took, and the gradients, over the data of all ranks."""
+        """Average the acceptance and the gradients over the data of all ranks."""
         if self.kernel.adjusted:
             acceptance = mean_over_ranks(acceptance)
         else:
@@ -393,7 +397,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return kernel
 
     def _default_kernel(self, trained: bool) -> Kernel:
-        """What moves the chains by default; trained with the bound, where it has the gradient."""
+        """Make the default kernel; it trains with the bound if the gradient estimator allows it."""
         raise NotImplementedError(f"{type(self).__name__} has no default kernel")
 
     def _wrong_kernel(self, name: str) -> str:
@@ -436,9 +440,9 @@ class TraceSIS_ELBO(ChainELBO):
     r"""
     Sequential importance sampling with unadjusted Langevin moves: L-MCVAE of Thin et al. [1].
 
-    The guide's draw :math:`z_0` is moved K times along
-    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)` towards the
-    posterior, and weighed by what the moves did:
+    The guide's draw :math:`z_0` is moved K times along :math:`\log \gamma_\beta = (1 - \beta) \log
+    q(z \mid x) + \beta \log p(x, z)` towards the posterior. The densities of its moves enter its
+    log weight:
 
     .. math::
         W = -\log q(z_0 \mid x) + \sum_{k=1}^K
@@ -446,74 +450,72 @@ class TraceSIS_ELBO(ChainELBO):
         \qquad L = E[W] \le \log p(x),
 
     where :math:`m_k` moves with respect to :math:`\gamma_{\beta_k}`. :math:`E[\exp W] = p(x)` for
-    any kernel, step size and schedule, so L is a lower bound, per datum, with N/B outside it
-    and global latents around it as in :class:`TraceIWAE_ELBO`. Everything is reparameterized: one
-    backward pass differentiates the whole chain, gradients of the model included.
+    any kernel, step size and schedule, so L is a lower bound. It is per datum; N/B stays outside,
+    and global latents enter as in :class:`TraceIWAE_ELBO`. Everything is reparameterized: one
+    backward pass differentiates the whole chain, including the gradients of the model.
 
-    * **Cost**: K + 1 evaluations of the model with its gradient; the guide is run once where its
-      sites do not depend on each other, and with the model otherwise.
+    * **Cost**: K + 1 evaluations of the model with its gradient; the guide runs once if its sites
+      do not depend on each other, and otherwise with each evaluation.
     * **Coordinates**: chains move the noise :math:`\epsilon` of the guide's draws
       :math:`z = T(\epsilon)` by default, with
       :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
-      The guide has whitened it, so that one step size serves all, and any support, AutoGuide or
-      flow is treated alike. ``"latent"`` moves the latents (unconstrained ones, where their
-      support is constrained), as the paper does. Sites whose noise is not explicit (Gamma, Beta,
-      Dirichlet) move as unconstrained latents in either case.
-    * **Transitions**: each has a step size and a momentum of its own
-      (:meth:`UnderdampedLangevin.trained`), which train with the bound, as the schedule does: they
+      Noise has unit scale, so that one step size is enough, for any support, AutoGuide or flow.
+      ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit
+      noise (Gamma, Beta, Dirichlet) always move as unconstrained latents.
+    * **Transitions**: each has a separate step size and momentum
+      (:meth:`UnderdampedLangevin.trained`). They train with the bound, as the schedule does. They
       are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
       guide).parameters()``. Step sizes start small and adapt for 100 training steps before they
-      learn; where no optimizer takes them, they go on adapting. ``eval()`` freezes what adapts.
-      With a kernel that is given the schedule is linear and nothing defends the weights, unless
-      these are given too: ``kernel=ULA()`` is the paper's.
-    * **Diverged chains**: nothing rejects an unadjusted step that is too long, and its weight and
-      gradient may be of any size, which ruins a model that has just begun to train. So each weight
-      is a defensive mixture [2] with that of the chain's beginning, a plain importance weight,
+      train; without an optimizer they continue to adapt. ``eval()`` freezes the adaptation. If a
+      kernel is given, the default schedule is linear and ``defensive`` is 0: ``kernel=ULA()`` is
+      the paper's chain.
+    * **Diverged chains**: an unadjusted step that is too long is not rejected, and its weight and
+      gradient may have any size. This can ruin a model early in training. So each weight is a
+      defensive mixture [2] with the importance weight of the chain's first draw,
 
       .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
           \qquad E[e^{W'}] = p(x),
 
-      with :math:`\alpha` = ``defensive``, 0.01 by default: a diverged chain counts as its first
-      draw, with the gradient of that, and a good one pays 0.01 nats.
-    * Coordinates that a mask takes out of the guide do not move.
-    * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and
+      with :math:`\alpha` = ``defensive``, 0.01 by default. A diverged chain then has the weight and
+      gradient of its first draw. A good chain costs 0.01 nats.
+    * **Masks**: coordinates that are masked in the guide do not move.
+    * **Discrete sites** of the guide keep their values. Each slot of their values has its own
+      chain, and
 
       .. math:: L = \sum_y q(y) E[W_y], \qquad
           W_y = \log \frac{\gamma_1(z_K, y)}{\gamma_0(z_0, y)}
               + \sum_k \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)},
 
-      with :math:`\gamma_0 = q(z, y)`, sums over the most probable ones and samples the rest, as
-      :class:`TraceRaoBlackwell_ELBO` does; its gradient has the score functions of q(y).
+      with :math:`\gamma_0 = q(z, y)`, is summed over the most probable values and sampled over the
+      others, as in :class:`TraceRaoBlackwell_ELBO`. Its gradient has the score functions of q(y).
 
-    The gradient differentiates :math:`\nabla \log p`, along which the chain moves, once more.
-    Where that jumps, as through ReLU, autograd's second derivative leaves the jumps out, and the
-    gradient of L would be biased. ``gradient_estimator="auto"`` finds such operations, names them
-    in a log line, and smooths them where they move the chain, and nowhere else: there
-    :math:`\max(d, 0)` has the derivative :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a
-    fifth of the spread of d. Chains may move along any function of their position, so
-    :math:`E[\exp W] = p(x)` still holds, and the gradient is that of L. ``"full"`` smooths nothing.
-    Jumps that cannot be smoothed (``torch.where``, sorting, max pooling, functions of one's own)
-    are named as well.
+    **Kinks.** The gradient of L needs second derivatives of log p. If the first derivative jumps,
+    as with ReLU, autograd ignores the jump, and the gradient of L is biased.
+    ``gradient_estimator="auto"`` finds such operations and names them in a log line. It smooths
+    them in the moves of the chain only: there :math:`\max(d, 0)` has the derivative
+    :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a fifth of the spread of d. Chains may
+    move along any function of their position, so :math:`E[\exp W] = p(x)` still holds, and the
+    gradient is that of L. ``"full"`` does not smooth. Jumps that cannot be smoothed
+    (``torch.where``, sorting, max pooling, custom functions) are named too.
 
-    ``gradient_estimator="reweighted"`` runs the chain without a graph: about half the cost, and
-    memory that does not grow with K, also for models without double backward. The
-    model's parameters follow :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)` with normalised
-    weights of the chains' ends, the guide's follow the plain ELBO. It is biased for finitely many
-    particles (it is not the gradient of L, which is still the value reported), as reweighted
-    wake-sleep is.
+    **Reweighted gradient.** ``gradient_estimator="reweighted"`` runs the chain without a graph. It
+    has about half the cost, its memory does not grow with K, and models without double backward can
+    use it. The model's gradient is :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)` with the
+    normalised weights of the chains. The guide's gradient is that of the plain ELBO. As in
+    reweighted wake-sleep, it is biased for finitely many particles. The reported value is still L.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
-    :param Kernel kernel: an unadjusted one, :class:`UnderdampedLangevin` (trained transitions by
-        default; :class:`ULA` with the ``"reweighted"`` gradient, which trains none), :class:`ULA`,
-        or one's own.
+    :param Kernel kernel: an unadjusted kernel: :class:`UnderdampedLangevin`, :class:`ULA`, or a
+        custom one. The default is :meth:`UnderdampedLangevin.trained`, and :class:`ULA` with the
+        ``"reweighted"`` gradient, which trains no kernel.
     :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
-        :class:`LearnedSchedule`, or :class:`LinearSchedule` where a kernel is given or nothing
-        trains.
+        :class:`LearnedSchedule`, or :class:`LinearSchedule` if a kernel is given or with the
+        ``"reweighted"`` gradient.
     :param int num_particles: independent chains, whose W are averaged.
     :param bool multi_sample: average :math:`\exp W` inside the logarithm instead, which is
         tighter for several particles.
-    :param float defensive: :math:`\alpha`, from 0 to below 1; 0.01 by default, and 0 where a kernel
-        is given, or ``"reweighted"``.
+    :param float defensive: :math:`\alpha`, from 0 to below 1. The default is 0.01, and 0 if a
+        kernel is given or with the ``"reweighted"`` gradient.
     :param str coordinates: ``"noise"`` or ``"latent"``.
     :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
@@ -565,6 +567,7 @@ class TraceSIS_ELBO(ChainELBO):
         self,
         num_steps: int | None = None,
         kernel: Kernel | None = None,
+        *,
         schedule: Schedule | Tensor | None = None,
         num_particles: int = 1,
         multi_sample: bool = False,
@@ -573,10 +576,10 @@ class TraceSIS_ELBO(ChainELBO):
     ) -> None:
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
         reweighted = self.gradient_estimator == "reweighted"
-        self.defensive = defensive_share(defensive, kernel is None and not reweighted, reweighted)
+        self.defensive = defensive_weight(defensive, kernel is None and not reweighted, reweighted)
 
     def _log_weight(self, chain: Chain) -> Tensor:
-        return defended(chain, self.defensive) if self.defensive else chain.log_weight
+        return defensive_mixture(chain, self.defensive) if self.defensive else chain.log_weight
 
     def _default_kernel(self, trained: bool) -> Kernel:
         return UnderdampedLangevin.trained(self.num_steps) if trained else ULA()
@@ -603,34 +606,34 @@ class TraceAIS_ELBO(ChainELBO):
         W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log \frac{p(x, z_{k-1})}{q(z_{k-1} \mid x)},
         \qquad L = E[W] \le \log p(x),
 
-    per datum: each datum's moves are accepted and weighed by themselves, N/B and global latents
-    stay outside as in :class:`TraceIWAE_ELBO`. Gradients pass through the draws, the moves and the
-    densities; the accept bits :math:`a_k` are not reparameterized and add the score-function term
+    per datum. The moves of each datum are accepted separately; N/B and global latents stay outside
+    as in :class:`TraceIWAE_ELBO`. Gradients pass through the draws, the moves and the densities.
+    The accept decisions :math:`a_k` are not reparameterized and add the score-function term
 
     .. math::
         \sum_k (R_k - b_k)\, \nabla \log \Pr(a_k), \qquad
         R_k = \sum_{j > k} (\beta_{j+1} - \beta_j) \log w(z_j),
 
-    with the mean of the other particles' :math:`R_k` as the baseline :math:`b_k`. It differs from
-    the paper's estimator (the whole W as signal) in :math:`R_k`, what comes after the decision,
-    and in leaving out the last move, on which W does not depend: the same expectation, with less
-    noise the more moves are rejected. W needs 2K - 1 evaluations of the model with its gradient
-    (K with :class:`MALA`, one less than :class:`TraceSIS_ELBO`).
+    with the mean of the other particles' :math:`R_k` as the baseline :math:`b_k`. The paper uses
+    the whole W as the signal. Here it is :math:`R_k`, the part after the decision, and the last
+    move is left out, because W does not depend on it. The expectation is the same, with less noise.
+    W needs 2K - 1 evaluations of the model with its gradient (K with :class:`MALA`, one less than
+    :class:`TraceSIS_ELBO`).
 
-    A move is two leapfrog steps of :class:`HMC` by default, along a schedule that is learned with
-    the bound. One move in 33 is rejected whatever it is, which bounds the score of a rejection.
-    The step size starts small and adapts after each training step; ``eval()`` freezes it.
-    ``kernel=MALA()`` is the paper's, with a linear schedule unless it is given too.
+    By default a move is two leapfrog steps of :class:`HMC`, and the schedule trains with the bound.
+    One move in 33 is always rejected (``laziness``), which bounds the score of a rejection. The
+    step size starts small and adapts after each training step; ``eval()`` freezes it.
+    ``kernel=MALA()`` is the paper's chain, with a linear schedule by default.
 
-    Coordinates, masks, discrete sites, kinks of the model such as those of ReLU, and the
-    ``"reweighted"`` gradient (which makes the last move too, and takes one particle) are those of
-    :class:`TraceSIS_ELBO`.
+    Coordinates, masks, discrete sites, kinks such as those of ReLU, and the ``"reweighted"``
+    gradient are as in :class:`TraceSIS_ELBO`. The ``"reweighted"`` gradient also makes the last
+    move, and works with one particle.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
-    :param Kernel kernel: an adjusted one, :class:`HMC` (two leapfrog steps by default),
-        :class:`MALA` or :class:`RandomWalk`, or one's own.
+    :param Kernel kernel: an adjusted kernel: :class:`HMC` (the default, with two leapfrog steps),
+        :class:`MALA`, :class:`RandomWalk`, or a custom one.
     :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
-        :class:`LearnedSchedule`, or :class:`LinearSchedule` where a kernel is given or with the
+        :class:`LearnedSchedule`, or :class:`LinearSchedule` if a kernel is given or with the
         ``"reweighted"`` gradient.
     :param int num_particles: independent chains, whose W are averaged; at least 2 for the
         baseline, unless K is 1.
@@ -683,6 +686,7 @@ class TraceAIS_ELBO(ChainELBO):
         self,
         num_steps: int | None = None,
         kernel: Kernel | None = None,
+        *,
         schedule: Schedule | Tensor | None = None,
         num_particles: int = 2,
         multi_sample: bool = False,

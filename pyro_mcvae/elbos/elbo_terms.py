@@ -43,7 +43,25 @@ class Cost(NamedTuple):
 
 
 def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
-    """Estimator A of Kingma and Welling: log p of every model site, -log q of every guide site."""
+    """
+    Return the summands of the ELBO: log p of every model site, and -log q of every guide site.
+
+    :param terms: the terms of one run, such as ``run.summands``.
+
+    Example::
+
+        >>> class PlainELBO(MonteCarloELBO):
+        ...     def estimate(self, programs):
+        ...         runs = self.sampler.independent(programs)
+        ...         costs = [elbo_costs(run.summands) for run in runs]
+        ...         return elbo_estimate(runs, costs, num_particles=1)
+        >>> def model(x):
+        ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=x)
+        >>> def guide(x):
+        ...     pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> round(PlainELBO().loss(model, guide, torch.tensor(0.0)), 2)
+        1.27
+    """
     costs = []
     for t in terms:
         if t.in_guide:
@@ -57,7 +75,7 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
 
 
 def total_cost(costs: Iterable[Cost]) -> Sum:
-    """The ELBO of one run: detached, summed, with N/B."""
+    """Return the ELBO of one run: detached, summed, with N/B."""
     values = ((c.value, c.term.plate_scale) for c in costs)
     return add_up(times(v.detach().sum(), scale) for v, scale in values if isinstance(v, Tensor))
 
@@ -69,7 +87,7 @@ def elbo_estimate(
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = _NONE,
 ) -> Estimate:
     """
-    The plain ELBO and its gradient, averaged over the particles.
+    Return the plain ELBO and its gradient, averaged over the particles.
 
     :param runs: one vectorised run, or one run per particle.
     :param costs: the costs of each run.
@@ -83,7 +101,7 @@ def elbo_estimate(
 
 
 def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
-    """The plain ELBO per datum, averaged over the particles."""
+    """Return the plain ELBO per datum, averaged over the particles."""
     values = [{c.term.key: c.value for c in run_costs} for run_costs in costs]
     shared = add_up(
         times(c.value.sum(), c.term.plate_scale)
@@ -102,14 +120,14 @@ def local_estimate(
     sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = False
 ) -> Estimate:
     r"""
-    A bound on the local latents' evidence, with the plain ELBO of everything global around it.
+    Return a bound on the evidence of the local latents, plus the plain ELBO of everything global.
 
-    The surrogate is what the draws' densities and paths give. Local draws :math:`z_k` without
-    reparameterization add :math:`L \sum_k \nabla \log q(z_k)`, which makes the gradient of
-    :math:`E[L]` unbiased whatever function of the particles L is; an objective that knows a signal
-    with less noise (VIMCO's, say) adds that to its surrogate instead, and says so.
+    The surrogate has the gradient through the draws' densities and paths. For local draws
+    :math:`z_k` without reparameterization :math:`L \sum_k \nabla \log q(z_k)` is added, which makes
+    the gradient of :math:`E[L]` unbiased for any function L of the particles. An objective with a
+    less noisy signal, such as VIMCO's, adds that to its surrogate and passes ``scored=True``.
 
-    Where no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
+    If no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
     plain ELBO, averaged over the particles.
 
     :class:`MonteCarloELBO` has an example.
@@ -117,7 +135,8 @@ def local_estimate(
     :param sample: the particles of the step, from ``self.sampler``.
     :param bound: the bound L of each datum, detached, shape ``[*plates]``.
     :param surrogate: a tensor of that shape with the gradient of the bound.
-    :param bool scored: whether it has the score-function terms of the local draws already.
+    :param bool scored: whether ``surrogate`` already has the score-function terms of the local
+        draws.
     :raises ValueError: for tensors of another shape.
     """
     sample.check_shapes(bound=bound, surrogate=surrogate)
@@ -129,7 +148,7 @@ def local_estimate(
 def weighted_estimate(
     sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = True
 ) -> Estimate:
-    """:func:`local_estimate` of particles that have weights, without its check of the shapes."""
+    """Return the estimate of :func:`local_estimate`, without its check of shapes."""
     local = times(bound, sample.scale)
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
     value = as_scalar(add_up((local.sum(), *values)))
@@ -150,7 +169,7 @@ def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
 
 def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None = None) -> Estimate:
     """
-    The plain ELBO of a sample, whatever its weights.
+    Return the plain ELBO of a sample, with any weights.
 
     :param costs: of each run; log p and -log q of every site if they are left out.
     """
@@ -161,7 +180,7 @@ def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None 
 
 
 def averaged_bounds(sample: WeightedParticles) -> Bounds:
-    """The value of :func:`averaged_estimate` per datum."""
+    """Return the value of :func:`averaged_estimate` per datum."""
     return elbo_bounds(sample, _all_costs(sample))
 
 
@@ -171,7 +190,8 @@ def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
     """
-    What the guide observes, averaged over the particles outside every weight, as in Pyro.
+    Sum the log densities of data that the guide observes, averaged over particles and outside every
+    weight, as in Pyro.
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """
@@ -189,7 +209,7 @@ def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
 
 def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
-    """The same of everything global, around the scaled bounds of the data."""
+    """Return the estimate of everything global, around the scaled bounds of the data."""
     costs = elbo_costs(sample.global_terms())
     path: Sum = 0
     if costs and torch.is_grad_enabled():
@@ -198,7 +218,9 @@ def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
 
 
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
-    """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
+    """
+    Return the scaled bounds of the blocks, with their plates, as costs downstream of global sites.
+    """
     costs = MultiFrameTensor()
     for b, part in enumerate(sample.split(bound)):
         frames = sample.frames[b]
@@ -214,7 +236,7 @@ def elbo_surrogate(
     extra: MultiFrameTensor | None = None,
 ) -> Sum:
     """
-    A scalar with the ELBO's gradient: pathwise, plus score-function terms.
+    Return a scalar whose gradient is the ELBO's: pathwise, plus score-function terms.
 
     :param coupled: for factors across whose plates latents meet, these plates.
     :param extra: further detached costs with their plates, downstream of every site, that enter
@@ -233,7 +255,7 @@ def score_function_term(
     extra: MultiFrameTensor | None = None,
 ) -> Sum:
     r"""
-    :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
+    Return :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
 
     :math:`R_i` sums the costs over the plates that do not enclose the site: what lies in other
     elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization), but
@@ -247,19 +269,21 @@ def score_function_term(
             value = _padded(c.value.detach() * c.term.plate_scale, c.term)
             frames = c.term.site["cond_indep_stack"]
             meeting = coupled.get(c.term.key, frozenset())
-            apart = [f for f in frames if plate_key(f) not in meeting]
+            outside = [f for f in frames if plate_key(f) not in meeting]
             for f in frames:
-                if f not in apart and f.dim is not None and value.dim() >= -f.dim:
+                if f not in outside and f.dim is not None and value.dim() >= -f.dim:
                     value = value.sum(f.dim, keepdim=True)
-            downstream.add((tuple(apart), value))
+            downstream.add((tuple(outside), value))
     return add_up(
-        ((downstream.sum_to(frames) - _apart(closed.get(t.key.name), frames)) * t.score).sum()
+        ((downstream.sum_to(frames) - _closed_form(closed.get(t.key.name), frames)) * t.score).sum()
         for t, frames in ((t, t.site["cond_indep_stack"]) for t in scored)
     )
 
 
-def _apart(cost: Cost | None, frames: tuple[CondIndepStackFrame, ...]) -> Tensor | int:
-    """Of the costs behind a site in these plates what does not depend on its draw."""
+def _closed_form(cost: Cost | None, frames: tuple[CondIndepStackFrame, ...]) -> Tensor | int:
+    """
+    Return the part of a site's downstream cost, in these plates, that does not depend on its draw.
+    """
     if cost is None or not isinstance(cost.value, Tensor):
         return 0
     same = set(cost.term.site["cond_indep_stack"]) == set(frames)

@@ -42,13 +42,13 @@ from pyro_mcvae.structure.finder import StructureFinder
 _STANDARD_ERRORS = 2
 
 
-def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
+def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     r"""
-    The share of the doubly reparameterized gradient, for each draw.
+    Return the coefficient of the doubly reparameterized gradient, for each draw.
 
-    Where a guide is narrow, the plain gradient of a location is nearly without noise, and that of
-    the doubly reparameterized one is large; where a guide is nearly exact, it is the other way
-    around. Take a Gaussian guide with noise :math:`\epsilon`, and let b be the slope of
+    If a guide is narrow, the plain gradient of a location has little noise, and the doubly
+    reparameterized one has much. If a guide is nearly exact, the opposite is true. Take a Gaussian
+    guide with noise :math:`\epsilon`, and let b be the slope of
     :math:`\log p` on :math:`\log q` over its draws: 1 where it is exact, and 0 where it is
     narrow. To first order the noise of the two gradients is
 
@@ -57,17 +57,17 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
         \frac{(1 - b) f}{\sigma} \bar\epsilon ,
 
     with f the mean factor that the doubly reparameterized one puts on a draw's gradient (one over
-    the effective number of particles, for alpha = 0), so that the mixture with the share
-    :math:`\lambda = b / (b + (1 - b) f)` has none of it.
+    the effective number of particles, for alpha = 0), so that this noise cancels in the mixture
+    with the coefficient :math:`\lambda = b / (b + (1 - b) f)`.
 
-    Every share that does not depend on the draw itself leaves the gradient unbiased. So that of
-    the even data comes from the odd ones and vice versa; where there is one datum, that of the
-    even particles from the odd ones. A slope that may be noise is shrunk towards 0, the plain
-    gradient, as Stein's estimator does, and is 0 within two standard errors. Of several processes
-    each takes its own data: another share than that of their union, and the same mean.
+    Any coefficient that does not depend on the draw itself leaves the gradient unbiased. So the
+    even data use a coefficient from the odd data, and vice versa; with one datum, the same holds
+    for particles. A slope within two standard errors of 0 is set to 0, the plain gradient, and
+    larger ones are shrunk, as by Stein's estimator. In distributed training each process uses its
+    own data, so coefficients differ between processes, but the mean gradient does not.
 
     :param ~torch.Tensor log_weight: log p - log q of all sites, shape ``[K, *plates]``, detached.
-    :param ~torch.Tensor log_q: of the sites whose gradient is mixed, of that shape, detached.
+    :param ~torch.Tensor log_q: log q of the sites whose gradient is mixed, of that shape, detached.
     :param float alpha: the order of the Rényi bound whose gradient it is.
     :returns: :math:`\lambda` between 0 and 1, shape ``[*plates]``; ``[K, *plates]`` for one datum.
     """
@@ -95,16 +95,20 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     # a column is (rows - 1) of their variances and 1 / rows.
     unit = (1 - alpha) * rows * (rows - 1) / (num_particles * (columns // 2))
     factor = spread + (alpha + (1 - alpha) / num_particles) / unit
-    share = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
+    coefficient = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
     if alpha < 0:  # f may be negative, and the mixture of least noise far from both
-        share = share.clamp(0, 1)
+        coefficient = coefficient.clamp(0, 1)
     length = num_particles if count == 1 else count
-    share = share.repeat((length + 1) // 2)
-    return as_shape(share[:length] if length % 2 else share, shape if count == 1 else shape[1:])
+    coefficient = coefficient.repeat((length + 1) // 2)
+    return as_shape(
+        coefficient[:length] if length % 2 else coefficient, shape if count == 1 else shape[1:]
+    )
 
 
 def _in_columns(value: Tensor, count: int) -> Tensor:
-    """An even number of columns: the data, or the even particles and the odd ones of one datum."""
+    """
+    Reshape to an even number of columns: the data, or the even and odd particles of one datum.
+    """
     if count == 1:
         return value.flatten()[: len(value) // 2 * 2].reshape(-1, 2)
     return value.flatten(1)[:, :-1] if count % 2 else value.flatten(1)
@@ -118,9 +122,9 @@ _LIBRARIES = "torch.distributions.", "pyro.distributions."
 class PathGradient:
     r"""
     The gradient of :math:`\frac{1}{1 - \alpha} \log \frac{1}{K} \sum_k w_k^{1 - \alpha}` through
-    the guide's draws; of the importance weighted bound for :math:`\alpha = 0`.
+    the guide's draws. For :math:`\alpha = 0` it is the gradient of the importance weighted bound.
 
-    With :math:`\tilde w_k = w_k^{1 - \alpha} / \sum_j w_j^{1 - \alpha}` held fixed, the gradients
+    With :math:`\tilde w_k = w_k^{1 - \alpha} / \sum_j w_j^{1 - \alpha}` detached, the gradients
     with respect to a guide's parameters :math:`\phi` are
 
     .. math::
@@ -133,13 +137,12 @@ class PathGradient:
             \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
         \text{auto:} \quad & \lambda \, \text{dreg} + (1 - \lambda) \, \text{reparam}
 
-    and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. The score term is
-    taken out by adding log q at the detached draw; the second factor of dreg
-    (:math:`\tilde w_k` for :math:`\alpha = 0`) acts on the gradient that arrives at the draw on its
-    way back. One backward pass serves all parameters. Where log q enters the weight with a factor c
-    (the user's scale, or a mask's zero), so does its score term, and the second factor is
-    :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`. What the share :math:`\lambda` is
-    :func:`~pyro_mcvae.elbos.iwae.dreg_share` says.
+    and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. Adding log q at the
+    detached draw removes the score term. The second factor of dreg (:math:`\tilde w_k` for
+    :math:`\alpha = 0`) multiplies the gradient at the draw in the backward pass. One backward pass
+    is enough for all parameters. If log q enters the weight with a factor c (the user's scale, or
+    zero where masked), so does its score term, and the second factor is :math:`1 - c (1 - \alpha)(1
+    - \tilde w_k)`. See :func:`~pyro_mcvae.elbos.iwae.dreg_coefficient` for :math:`\lambda`.
     """
 
     def __init__(self, estimator: str, num_particles: int, alpha: float = 0.0) -> None:
@@ -150,7 +153,7 @@ class PathGradient:
         self.needs_roots = self.estimator != "reparam"
 
     def costs(self, sample: WeightedParticles) -> list[list[Cost]]:
-        """The plain ELBO's costs of each run, for one particle, where every weight is 1."""
+        """Return the plain ELBO's costs of each run, for one particle, whose weight is 1."""
         return [
             [
                 Cost(c.term, c.value, -_path_log_q(c.term))
@@ -175,8 +178,8 @@ class PathGradient:
 
         score = sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0)
         if self.estimator == "auto":
-            share = dreg_share(fixed, score.detach(), self.alpha)
-            factor, score = torch.addcmul(1 - share, share, factor), share * score
+            coefficient = dreg_coefficient(fixed, score.detach(), self.alpha)
+            factor, score = torch.addcmul(1 - coefficient, coefficient, factor), coefficient * score
         if self.estimator != "stl":
             self._reparameterize_again(sample, chosen, factor)
         log_weight = _log_weight(sample, chosen) + score
@@ -219,7 +222,7 @@ def _path_log_q(term: Term) -> Tensor:
 
 
 def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tensor:
-    """The log weight, whose gradient with respect to the draws of the chosen sites is whole."""
+    """Return the log weight, with a full gradient at the draws of the chosen sites."""
     pairs = zip(sample.runs, chosen, strict=True)
     terms = (t for run, keys in pairs for t in run.terms if t.key in keys)
     if not any(_may_cache(t.site["fn"]) for t in terms):
@@ -265,8 +268,8 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
 
 def _may_cache(fn: Distribution) -> bool:
     """
-    Whether a density may come from what its draw has left behind: the inverse that transforms keep,
-    or all of it, as of Zuko's flows and of other distributions with a ``log_prob`` of their own.
+    Return whether a distribution may cache its density at a draw: the inverse of transforms, or all
+    of it, as Zuko's flows and distributions with their own ``log_prob`` do.
     """
     return any(transforms_of(fn)) or _has_own_density(fn)
 
@@ -276,7 +279,7 @@ def _has_own_density(fn: Distribution) -> bool:
 
 
 def _is_flow(fn: Distribution) -> bool:
-    """Whether a density may cost much: one of transforms beyond torch's, or of one's own."""
+    """Return whether a density may be costly: one with transforms from outside torch."""
     return any(not is_elementary(t) for t in transforms_of(fn)) or _has_own_density(fn)
 
 
@@ -295,57 +298,49 @@ class TraceIWAE_ELBO(MonteCarloELBO):
               \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
-    It is a lower bound on the log evidence for every K and minibatch size, rises with K, and is
-    the ELBO for K = 1. It replaces ``RenyiELBO(alpha=0)``, which multiplies N/B into the weights,
-    gives discrete guides no gradient, and draws a minibatch per particle; for another alpha there
-    is :class:`TraceRenyi_ELBO`.
+    It is a lower bound on the log evidence for every K and minibatch size. It rises with K, and is
+    the ELBO for K = 1. It replaces ``RenyiELBO(alpha=0)``, which multiplies the weights by N/B, has
+    no gradient for discrete guides, and draws a minibatch per particle. For another alpha use
+    :class:`TraceRenyi_ELBO`.
 
     * *Local* latents, inside the plates that all of them share, are drawn K times and weighed per
       element of these plates. *Global* latents :math:`\theta`, outside every plate, are drawn
       once per step and enter as in the plain ELBO. A program without plated latents has one
       weight, over all its latents.
-    * The scale N/B of subsampled plates stays outside the logarithm. Where it cannot (the
-      latents lie outside a subsampled plate, as in Bayesian regression on minibatches), no
-      importance weighted bound exists, and the latents' K draws are averaged as in the plain
-      ELBO; a log message says so.
-    * ``poutine.scale`` and ``poutine.mask`` act inside the weights: a scale tempers the bound
-      (as for KL annealing), it does not multiply it. To multiply the loss, multiply the loss.
-    * What depends on which latent is found out by running the programs, once for each structure
-      that they show. A local latent that steers Python (``if z > 0``, ``z.item()``) counts as
-      one on which everything depends. ``bounds(...).plates`` names the plates of the weights.
+    * The scale N/B of subsampled plates stays outside the logarithm. If all latents are outside a
+      subsampled plate, as in Bayesian regression on minibatches, no importance weighted bound
+      exists. Then the K draws are averaged as in the plain ELBO, with a warning.
+    * ``poutine.scale`` and ``poutine.mask`` act inside the weights: a scale tempers the weights and
+      does not multiply the bound. To scale the bound, multiply the loss.
+    * Extra runs of the model and guide determine which factors depend on which latents. A local
+      latent that Python reads (``if z > 0``, ``z.item()``) is treated as affecting every other
+      site. ``bounds(...).plates`` names the plates of the weights.
 
     **Gradient estimators** have the same value and, for the model, the same gradient. For the
     guide's reparameterized sites:
 
-    ``"reparam"``
-        the bound's own gradient, through the draws and the densities.
-    ``"stl"``
-        drops the gradient of log q with respect to its own parameters (*sticking the landing*
-        [2]): less noise near the optimum, but biased for K > 1.
-    ``"dreg"``
-        doubly reparameterized [3]: unbiased, with a signal-to-noise ratio that grows with K where
-        that of ``"reparam"`` falls [4].
-    ``"auto"`` (default)
-        the mixture of ``"reparam"`` and ``"dreg"`` with the least noise, as measured in the step on
-        other draws, which leaves it unbiased: nearly ``"dreg"`` where the guide is about right, and
-        nearly ``"reparam"`` where it is much narrower than the posterior, as AutoGuides begin.
-        ``"reparam"`` for K = 1, where it is exactly the gradient of the ELBO, for one weight over
-        everything with fewer than 6 particles, and for flows with parameters of their own and other
-        classes with their own ``log_prob``, a density that ``"dreg"`` has to evaluate once more.
+    ``"reparam"`` the bound's own gradient, through the draws and the densities. ``"stl"`` drops the
+    gradient of log q with respect to its own parameters (*sticking the landing* [2]): less noise
+    near the optimum, but biased for K > 1. ``"dreg"`` doubly reparameterized [3]: unbiased, with a
+    signal-to-noise ratio that grows with K where that of ``"reparam"`` falls [4]. ``"auto"``
+    (default) the mixture of ``"reparam"`` and ``"dreg"`` with the least noise. The noise is
+    measured on other draws of the step, so the mixture is unbiased. It is close to ``"dreg"`` if
+    the guide is about right, and close to ``"reparam"`` if the guide is much narrower than the
+    posterior, as AutoGuides are initially. It is ``"reparam"`` for K = 1, for one weight over
+    everything with fewer than 6 particles, and for trained flows and other classes with their own
+    ``log_prob``, which ``"dreg"`` would have to evaluate again.
 
     ``"stl"`` and ``"dreg"`` act on the sites whose distribution does not depend on another
-    reparameterized draw of the guide; sites further down a structured guide use ``"reparam"``, and
-    so do distributions that mask themselves (``dist.mask``; ``poutine.mask`` is taken account of),
-    and those whose support has learned ends (``Uniform(low, high)``), of which no score function
-    is right.
-    Local sites that cannot be reparameterized always use VIMCO [5], a score function with a
-    leave-one-out baseline per datum (for K = 1, Pyro's plate-wise score function);
-    ``"vimco"`` uses it for all local sites.
+    reparameterized draw of the guide; other sites of a structured guide use ``"reparam"``. So do
+    distributions masked by ``dist.mask`` (not by ``poutine.mask``), and those with a trained
+    support (``Uniform(low, high)``), which have no valid score function. Local sites that cannot be
+    reparameterized always use VIMCO [5], a score function with a leave-one-out baseline per datum
+    (for K = 1, Pyro's plate-wise score function); ``"vimco"`` uses it for all local sites.
 
     :param int num_particles: K, the draws inside the logarithm.
-    :param str gradient_estimator: one of the above.
-    :param bool joint: one weight over everything, global latents drawn K times as well; without
-        subsampled plates only. On small full data with global latents it is a tighter bound.
+    :param str gradient_estimator: one of the names above.
+    :param bool joint: use one weight over everything, with global latents drawn K times too;
+        without subsampled plates only. It is a tighter bound for few data with global latents.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
@@ -383,6 +378,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     def __init__(
         self,
         num_particles: int = 2,
+        *,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
         **options: Unpack[ELBOOptions],
@@ -496,4 +492,6 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
                 f"the ELBO, TraceSGVB_ELBO(num_particles={num_particles})"
             )
         self.alpha = alpha
-        super().__init__(num_particles, gradient_estimator, joint, **options)
+        super().__init__(
+            num_particles, gradient_estimator=gradient_estimator, joint=joint, **options
+        )

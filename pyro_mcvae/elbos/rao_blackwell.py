@@ -57,33 +57,33 @@ class OneSlot:
     row_weight: Tensor | None = None
 
     def fold(self, value: Tensor) -> Tensor:
-        """``[rows, *plates]`` as ``[P, S, *plates]``; without slots as it is."""
+        """Reshape ``[rows, *plates]`` to ``[P, S, *plates]``; without slots return it unchanged."""
         return value
 
     def each(self, value: Tensor) -> Tensor:
-        """``[rows, *plates]`` to be averaged over the first dim, and then given to :meth:`sum`."""
+        """Prepare ``[rows, *plates]`` for an average over the first dim and then :meth:`sum`."""
         return value
 
     def sum(self, value: Tensor) -> Tensor:
-        """The average of each slot, ``[S, *plates]``, summed over them: ``[*plates]``."""
+        """Sum the average of each slot, ``[S, *plates]``, to ``[*plates]``."""
         return value
 
     def mean(self, value: Tensor) -> Tensor:
-        """``[rows, *plates]`` averaged over slots and particles: ``[*plates]``."""
+        """Average ``[rows, *plates]`` over slots and particles to ``[*plates]``."""
         return self.sum(self.each(value).mean(0))
 
     def chain(self, chain: Chain) -> Chain:
-        """The chains of each slot side by side, with what they are worth as of :meth:`each`."""
+        """Put the chains of each slot side by side, with the weights of :meth:`each`."""
         return chain
 
     def normalized(self, log_weight: Tensor) -> Tensor:
-        """The weights of all rows of a datum, to sum to one: ``[rows, *plates]``."""
+        """Normalize the weights of all rows of a datum to sum to one: ``[rows, *plates]``."""
         return normalized_weights(log_weight)
 
     def without_entropy(self, surrogate: Tensor) -> Tensor:
         """
-        A surrogate, ``[*plates]``, without the gradient that log q of the discrete draws has inside
-        of the weights, whose mean is zero.
+        Remove the gradient of log q of the discrete draws inside the weights, whose mean is zero,
+        from a surrogate ``[*plates]``.
         """
         return surrogate
 
@@ -91,7 +91,7 @@ class OneSlot:
         self, surrogate: Tensor, cost: Callable[[], Tensor], programs: Programs
     ) -> Tensor:
         """
-        A scalar surrogate, and the score-function part of the gradient.
+        Return a scalar surrogate that includes the score-function terms.
 
         :param cost: gives :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the
             slots ``[S, *plates]``.
@@ -123,14 +123,14 @@ class SlotAverage(OneSlot):
     def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
         self._sample, self._draws, self._is_common = sample, draws, common
         self._plan = draws.plan
-        self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
+        self._weights = {n: self._slot_field(n, "weight") for n in self._plan.sites}
         blocks = range(len(sample.blocks))
         self.row_weight = sample.join([self._block_weight(b) for b in blocks])
         self.weight = self.fold(self.row_weight)
 
     @staticmethod
     def of(sample: WeightedParticles, draws: SlotDraws | None, common: bool) -> OneSlot:
-        """The average of a sample; ``draws`` is None for one without slots."""
+        """Make the average of a sample; ``draws`` is None without slots."""
         return OneSlot() if draws is None else SlotAverage(sample, draws, common)
 
     def fold(self, value: Tensor) -> Tensor:
@@ -148,15 +148,15 @@ class SlotAverage(OneSlot):
             i if i.log_prob is None else i._replace(log_prob=self.fold(i.log_prob))
             for i in chain.infos
         ]
-        rest, past = ([self.each(r) for r in parts] for parts in (chain.rest, chain.past))
+        to_go, past = ([self.each(r) for r in parts] for parts in (chain.to_go, chain.past))
         log_weight = self.each(chain.log_weight)
-        return replace(chain, log_weight=log_weight, infos=infos, rest=rest, past=past)
+        return replace(chain, log_weight=log_weight, infos=infos, to_go=to_go, past=past)
 
     def normalized(self, log_weight: Tensor) -> Tensor:
         return normalized_weights(log_weight + self.row_weight.log())
 
     def without_entropy(self, surrogate: Tensor) -> Tensor:
-        names = self._draws.held
+        names = self._draws.fixed_sites
         log_q = self._sample.local_sum(
             lambda t, i: t.log_prob if t.in_guide and t.key.name in names else 0
         )
@@ -173,38 +173,39 @@ class SlotAverage(OneSlot):
 
     def _surrogate(self, name: str, cost: Tensor, programs: Programs) -> Tensor:
         """
-        Of a site's distribution. Shapes are ``[slots, P, slots of sites before, *plates]``.
+        Return the surrogate of a site's distribution. Shapes are ``[slots, P, slots of sites
+        before, *plates]``.
 
         :param cost: of the site's block, ``[P, S, *plates]``.
         """
         plan, site = self._plan, self._plan.sites[name]
         beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
-        others = self._product([self._weights[n] for n in beside], cost)
+        other_weights = self._product([self._weights[n] for n in beside], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
-        weight, sampled = self._weights[name], self._made(name, "sampled")
+        weight, sampled = self._weights[name], self._slot_field(name, "sampled")
         score = self._of_block(name, lambda t, i: torch.as_tensor(t.score))
         node = self._sample.runs[0].guide_trace.nodes[name]
-        return self._draws.made(name)[0].surrogate(
+        return self._draws.slots_of(name)[0].surrogate(
             node,
             programs,
             weight=self._by_slot(name, self._few(weight))[:, :, 0],
             sampled=self._by_slot(name, self._few(sampled))[:, :, 0] > 0,
             score=self._by_slot(name, self._few(score))[:, :, 0],
-            cost=self._by_slot(name, _times(others, cost)).sum(2),
+            cost=self._by_slot(name, _times(other_weights, cost)).sum(2),
             upstream=self._by_slot(name, upstream)[:1, :, 0],
             value=self._by_slot(name, self._few(self._values(name)))[:, :, 0],
         )
 
     def _values(self, name: str) -> Tensor:
-        """``[rows, *batch, *event]``."""
-        values = [m.choice.value for m in self._draws.made(name).values()]
+        """Return the values of a site, ``[rows, *batch, *event]``."""
+        values = [m.choice.value for m in self._draws.slots_of(name).values()]
         return values[0] if self._sample.runs[0].leading is not None else torch.stack(values)
 
-    def _made(self, name: str, field: str) -> Tensor:
-        """The weights of a site, or which are draws: of its block, ``[rows, *plates]``."""
-        made = self._draws.made(name)
+    def _slot_field(self, name: str, field: str) -> Tensor:
+        """Return one field of a site's slots in all rows of its block: ``[rows, *plates]``."""
+        slots = self._draws.slots_of(name)
         return self._of_block(
-            name, lambda t, i: getattr(made[i].choice, field).to(t.log_prob.dtype)
+            name, lambda t, i: getattr(slots[i].choice, field).to(t.log_prob.dtype)
         )
 
     def _of_block(self, name: str, pick: Callable[[Term, int], Tensor]) -> Tensor:
@@ -213,18 +214,20 @@ class SlotAverage(OneSlot):
         return self._sample.split(total)[self._plan.sites[name].block]
 
     def _block_weight(self, block: int) -> Tensor:
-        """The weights of a block, zero for slots that it does not have: ``[rows, *plates]``."""
+        """
+        Return the weights of a block, zero for slots that it does not have: ``[rows, *plates]``.
+        """
         like = self._sample.split(self._sample.log_weight.detach())[block]
         slot = torch.arange(len(like), device=like.device) // self._draws.num_particles
         has = (slot < self._plan.size(block)).to(like.dtype)
         weight = has.reshape(-1, *[1] * (like.dim() - 1)).expand(like.shape)
-        for name, own in self._weights.items():
+        for name, site_weight in self._weights.items():
             if self._plan.sites[name].block == block:
-                weight = weight * own
+                weight = weight * site_weight
         return weight
 
     def _few(self, value: Tensor) -> Tensor:
-        """``[rows, ...]`` as ``[P, S, ...]``, one particle where they are all alike."""
+        """Reshape ``[rows, ...]`` to ``[P, S, ...]``, with one particle if all are equal."""
         folded = self.fold(value)
         return folded[:1] if self._is_common else folded
 
@@ -235,14 +238,17 @@ class SlotAverage(OneSlot):
         return total
 
     def _by_slot(self, name: str, value: Tensor) -> Tensor:
-        """``[P, S, ...]`` as ``[slots, P, slots of sites behind, slots of sites before, ...]``."""
+        """
+        Reshape ``[P, S, ...]`` to ``[slots, P, slots of sites behind, slots of sites before,
+        ...]``.
+        """
         size = self._plan.size(self._plan.sites[name].block)
         shape = -1, self._plan.counts[name], self._plan.stride(name)
         return value[:, :size].unflatten(1, shape).movedim(2, 0)
 
 
 def _times(weight: Tensor, value: Tensor) -> Tensor:
-    """A product that is zero where the weight is, whatever the value."""
+    """Multiply by weights; the product is zero at zero weights, for any value."""
     return torch.where(weight > 0, weight * torch.where(weight > 0, value, 0.0), 0.0)
 
 
@@ -283,8 +289,10 @@ class SlotSums:
             return self._sum(self._masses())
 
     def expected(self) -> list[Tensor]:
-        """The expectation of each cost over the slots, in the layout of its site's plates."""
-        found = []
+        """
+        Return the expectation of each cost over the slots, in the layout of its site's plates.
+        """
+        values = []
         with torch.no_grad():
             masses = self._masses()
             for cost, key in zip(self._costs, self._keys, strict=True):
@@ -294,8 +302,8 @@ class SlotSums:
                 total = total.sum(slots) if slots else total
                 kept = "".join(d for d in dims if d in cost.plates)
                 symbols = cost.term.site["infer"]["_dim_to_symbol"].items()
-                found.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
-        return found
+                values.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
+        return values
 
     def differentiate(self, programs: Programs) -> tuple[Tensor, Sum]:
         """V, and a scalar with the gradient of the costs and of all sites' distributions."""
@@ -322,7 +330,9 @@ class SlotSums:
     def _surrogate(
         self, site: ScoredSite, weight: Tensor, cost: Tensor | None, programs: Programs
     ) -> Tensor:
-        """Of a site's distribution; ``cost`` is what its slots' weights multiply."""
+        """
+        Return the surrogate of a site's distribution; ``cost`` is multiplied by its slots' weights.
+        """
         cost = torch.zeros_like(weight) if cost is None else cost
         with torch.no_grad():
             upstream = self._upstream(site)
@@ -347,29 +357,29 @@ class SlotSums:
 
     def _closure(self, names: Iterable[str], dims: Iterable[str]) -> frozenset[str]:
         """Sites, the owners of dims, and the owners of the dims of their weights."""
-        found = set(names)
-        waiting = [*dims, *(d for name in found for d in self._scored[name].dims)]
+        closure = set(names)
+        waiting = [*dims, *(d for name in closure for d in self._scored[name].dims)]
         while waiting:
             name = self._owner.get(waiting.pop())
-            if name is not None and name not in found:
-                found.add(name)
+            if name is not None and name not in closure:
+                closure.add(name)
                 waiting.extend(self._scored[name].dims)
-        return frozenset(found)
+        return frozenset(closure)
 
     def _masses(self) -> dict[_Key, Tensor]:
         self._cache.clear()  # of products without gradients, or of another step
-        found = {}
+        masses = {}
         for cost, key in zip(self._costs, self._keys, strict=True):
-            if key not in found:
+            if key not in masses:
                 mass = self._marginal(key.members, key.dims, key.plates)
-                found[key] = _aligned(cost.value.new_ones(()) if mass is None else mass, key.dims)
-        return found
+                masses[key] = _aligned(cost.value.new_ones(()) if mass is None else mass, key.dims)
+        return masses
 
     def _marginal(
         self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
     ) -> Tensor | None:
         """
-        The product of some sites' weights, summed over all dims but ``dims``.
+        Return the product of some sites' weights, summed over all dims but ``dims``.
 
         One site after the other, in the guide's order; a dim is summed as soon as no site that
         follows has it. Costs along a chain share all steps but their last.
@@ -378,15 +388,15 @@ class SlotSums:
         total: Tensor | None = None
         for i, name in enumerate(names):
             later = dims.union(*(self._scored[n].dims for n in names[i + 1 :]))
-            own = self._weight(name, plates)
-            have = frozenset(own._pyro_dims)  # type: ignore[attr-defined]
+            weight = self._weight(name, plates)
+            have = frozenset(weight._pyro_dims)  # type: ignore[attr-defined]
             if total is not None:
                 have |= frozenset(total._pyro_dims)  # type: ignore[attr-defined]
             kept = "".join(sorted(have & later))
             # The previous product, by its identity: the cache keeps it alive.
-            key = id(total), name, own._pyro_dims, kept  # type: ignore[attr-defined]
+            key = id(total), name, weight._pyro_dims, kept  # type: ignore[attr-defined]
             if key not in self._cache:
-                self._cache[key] = _product(total, own, kept)
+                self._cache[key] = _product(total, weight, kept)
             total = self._cache[key]
         return total
 
@@ -402,8 +412,8 @@ class SlotSums:
     def _upstream(self, site: ScoredSite) -> Tensor:
         dims = site.dims - {site.symbol}
         members = self._closure((), dims) - {site.name}
-        found = self._marginal(members, dims, site.plates)
-        return _named(site.weight.new_ones(()), "") if found is None else found
+        marginal = self._marginal(members, dims, site.plates)
+        return _named(site.weight.new_ones(()), "") if marginal is None else marginal
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
         pairs = ((c, masses[k]) for c, k in zip(self._costs, self._keys, strict=True))
@@ -424,21 +434,21 @@ def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
 
 
 def _named(value: Tensor, dims: str) -> Tensor:
-    """A packed tensor, whose dims have names."""
+    """Give names to the dims of a packed tensor."""
     value._pyro_dims = dims  # type: ignore[attr-defined]
     return value
 
 
 def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
-    """A packed tensor with its dims sorted, and one of size 1 for each that it has not."""
-    own, target = getattr(value, "_pyro_dims", ""), sorted(dims)
-    order = [own.index(d) for d in target if d in own]
-    sizes = [value.shape[own.index(d)] if d in own else 1 for d in target]
+    """Sort the dims of a packed tensor, with size 1 for missing ones."""
+    dims_of_value, target = getattr(value, "_pyro_dims", ""), sorted(dims)
+    order = [dims_of_value.index(d) for d in target if d in dims_of_value]
+    sizes = [value.shape[dims_of_value.index(d)] if d in dims_of_value else 1 for d in target]
     return value.permute(order).reshape(sizes)
 
 
 def _known(cost: SlotCost, mass: Tensor) -> Tensor:
-    """A cost's value, zero where it is infinite but has no weight (0 * inf is NaN)."""
+    """Return a cost's value, zero where it is infinite and has no weight (0 * inf is NaN)."""
     value = _aligned(cost.value, cost.dims)
     return torch.where(value.isfinite() | (mass > 0), value, 0.0)
 
@@ -460,54 +470,54 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             + q(\bar C) \frac{1}{n} \sum_{j=1}^n g(v_j), \qquad
         v_j \sim q(\cdot \mid \bar C),
 
-    where C holds the k most probable values of each datum. It applies to values and gradients, has
-    the mean of the plain estimator and at most :math:`q(\bar C)` times its variance. ``k = 0`` is
-    the plain estimator, and k of at least the number of values the exact sum, as of
+    where C contains the k most probable values of each datum. It applies to values and gradients.
+    It has the mean of the plain estimator, and at most :math:`q(\bar C)` times its variance. ``k =
+    0`` is the plain estimator. If k is at least the number of values, it is the exact sum, as in
     :class:`~pyro.infer.TraceEnum_ELBO`.
 
-    The guide needs no annotation. Sites may depend on each other and have reparameterized sites
-    behind them: everything that depends on a site is evaluated at its k + n slots, in a batch dim
-    of its own, as in Pyro's parallel enumeration, or under ``vmap`` where the programs do not
-    broadcast. Sites that are not enclosed in ``pyro.markov`` multiply each other's slots where a
-    factor depends on several of them. Model sites marked ``infer={"enumerate": "parallel"}`` and
-    absent from the guide are summed inside the logarithm. A cost is multiplied by the weights
-    of those sites alone that it depends on, which is found out by running the programs once.
+    The guide needs no annotation. Sites may depend on each other, and reparameterized sites may
+    depend on them. Everything that depends on a site is evaluated at its k + n slots: in a separate
+    batch dim, as in Pyro's parallel enumeration, or under ``vmap`` if the program does not
+    broadcast. If a factor depends on several sites outside ``pyro.markov``, their slots multiply.
+    Model sites marked ``infer={"enumerate": "parallel"}`` and absent from the guide are summed
+    inside the logarithm. A cost is multiplied by the weights of the sites that it depends on; one
+    run determines these sites.
 
-    Where no run can hold several slots (an ``nn.GRU``, Python that reads a value), or elements
-    of a plate meet in one factor, the slots are rows, as under the chains of
-    :class:`~pyro_mcvae.TraceSIS_ELBO`: all sites of a datum multiply their slots, elements that
-    meet are one variable together, and each slot has all costs of its datum. The mean is the same,
-    and exact sums are; draws are noisier. A log message says why.
+    If one run cannot evaluate several slots (an ``nn.GRU``, Python that reads a value), or a factor
+    depends on several elements of a plate, the slots are rows, as under the chains of
+    :class:`~pyro_mcvae.TraceSIS_ELBO`. Then the slots of all sites of a datum multiply, dependent
+    elements are one variable, and each slot has all costs of its datum. The mean and exact sums are
+    the same, but draws are noisier. A log message has the reason.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
-      product; Poisson, Geometric and NegativeBinomial. Other discrete sites
-      are sampled, with the score function as their gradient, and a log message says so.
+      product; Poisson, Geometric and NegativeBinomial. Other discrete sites are sampled, with the
+      score function as their gradient and a log message.
     * **Per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``, likewise
       ``"budget"``, ``"baseline"``, ``"exact_entropy"``. A guide site marked
       ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly, and with
       ``"num_samples": n`` beside it has n draws.
     * **Baselines** (``baseline=``) all have the same mean. None is REINFORCE;
       :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+; :class:`~pyro_mcvae.LeaveOneOut` compares
-      draws; :class:`~pyro_mcvae.SummedMean` takes the summed categories' cost and no further
-      evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
-      :class:`~pyro_mcvae.RELAX` have parts that are learned, by SVI's optimizer or as parameters
-      of ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
+      draws; :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and needs no
+      further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
+      :class:`~pyro_mcvae.RELAX` have trained parts, for SVI's optimizer or as parameters of
+      ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
     :param num_categories: k, the values to sum; ``math.inf`` for all.
     :param int num_samples: n, the draws from the others.
-    :param budget: instead of both, N = k + n, where each datum has the k of Prop. 2 of [1]; the
-        variance is then never more than that of N draws.
+    :param budget: instead of both, N = k + n, with the k of Prop. 2 of [1] for each datum. The
+        variance is then at most that of N draws.
     :param baseline: a :class:`~pyro_mcvae.Baseline`, or None.
     :param entropy: ``"exact"`` sums the entropy of each discrete site over all of its values;
-        ``"sampled"`` takes it at the slots, as do rows, masked distributions and supports without
-        end whatever is asked for, which a log message says.
+        ``"sampled"`` evaluates it at the slots. Rows, masked distributions and infinite supports
+        always do so, with a log message.
     :param int num_particles: independent repetitions to average over.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: for counts out of range, a baseline without the draws that it needs, and
         sites without categories.
-    :raises LeadingDimsError: for ``vectorize_particles=True``, if slots have to be looped over.
+    :raises LeadingDimsError: with ``vectorize_particles=True``, if slots have to be looped over.
 
     [1] Liu, Regier, Tripuraneni, Jordan, McAuliffe (2019), *Rao-Blackwellized Stochastic Gradients
     for Discrete Distributions*.
@@ -536,6 +546,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         self,
         num_categories: float | None = None,
         num_samples: int | None = None,
+        *,
         budget: int | None = None,
         baseline: Baseline | None = None,
         entropy: Literal["sampled", "exact"] = "sampled",
@@ -567,8 +578,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             return self._estimate_by_rows(programs)
         sums = [self._sums(programs, slot_run) for slot_run in slot_runs]
         wanted = torch.is_grad_enabled()
-        found = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
-        value, surrogate = map(as_scalar, map(add_up, zip(*found, strict=True)))
+        parts = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
+        value, surrogate = map(as_scalar, map(add_up, zip(*parts, strict=True)))
         each = 1 / self.sampler.num_particles
         value, surrogate = times(value, each), times(surrogate, each)
         runs = [r.run for r in slot_runs]
@@ -576,12 +587,14 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return Estimate(value, surrogate, runs, scored=True, bounds=bounds)
 
     def _bounds(self, programs: Programs, slot_runs: list[SlotRun], sums: list[SlotSums]) -> Bounds:
-        """The value per datum: the expected cost of each site, at the data that it belongs to."""
+        """
+        Return the value per datum: the expected cost of each site, at the data that it belongs to.
+        """
         costs = []
-        for slot_run, own in zip(slot_runs, sums, strict=True):
+        for slot_run, slot_sums in zip(slot_runs, sums, strict=True):
             summands = slot_run.run.summands
             values: dict[FactorKey, Tensor | int] = {t.key: 0 for t in summands}
-            for c, value in zip(slot_run.costs, own.expected(), strict=True):
+            for c, value in zip(slot_run.costs, slot_sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
             costs.append([Cost(t, values[t.key], 0) for t in summands])
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
@@ -592,7 +605,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return sample, SlotAverage.of(sample, draws, common=False)
 
     def _estimate_by_rows(self, programs: Programs) -> Estimate:
-        """The same sum over whole weights, for programs whose slots cannot stand in dims."""
+        """Estimate with whole weights, for programs whose slots cannot be in dims."""
         sample, slots = self._row_sample(programs)
         if slots.weight is None:
             return averaged_estimate(sample)

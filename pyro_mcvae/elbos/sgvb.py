@@ -19,46 +19,46 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, Site
-from pyro_mcvae.structure.dependencies import dependencies_of
+from pyro_mcvae.structure.provenance import dependencies_of
 
 # Closed-form Kullback-Leibler divergences at single sites of a program.
 
 
-def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str, Tensor]:
+def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[str, Tensor]:
     r"""
-    :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site that allows it.
+    Return :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site with a closed form.
 
-    A site allows it if the divergence is known in closed form and the model's distribution of the
-    site depends on no draw of the guide that depends on it. That is so where whatever precedes the
-    site in the model precedes it in the guide; for other sites the programs are checked.
+    The divergence must have a closed form, and the prior of the site must not depend on draws of
+    the guide that depend on the site. This holds if all predecessors of the site in the model also
+    precede it in the guide; other sites are checked by running the model and guide.
 
-    :param find_apart: finds the names of the sites for which it is so.
+    :param find_separable: returns the names of such sites.
     :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.
     """
     model = {t.key.name: t for t in run.terms if not t.in_guide and is_latent(t.site)}
     guide = {t.key.name: t for t in run.terms if t.in_guide and t.key.name in model}
     place = {name: i for i, name in enumerate(guide)}
-    found, latest = {}, -1
+    values, latest = {}, -1
     for name, model_term in model.items():
         if name not in guide:
             continue
         in_order = place[name] > latest
         latest = max(latest, place[name])
-        if not is_delta(guide[name].site["fn"]) and (in_order or name in find_apart()):
+        if not is_delta(guide[name].site["fn"]) and (in_order or name in find_separable()):
             value = _negative_kl(model_term, guide[name])
             if value is not None:
-                found[name] = value
-    return found
+                values[name] = value
+    return values
 
 
-def sites_apart(programs: Programs, run: Run) -> frozenset[str]:
-    """The latents whose distribution in the model depends on no draw that depends on them."""
+def separable_sites(programs: Programs, run: Run) -> frozenset[str]:
+    """Return the latents whose prior depends on no draw that depends on them."""
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_latent(t.site))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a site that cannot be checked is sampled
-        found = dependencies_of(programs, names, run)
-    above = found.ancestors(names)
-    priors = {n: found.factors.get(FactorKey("model", n), names) - {n} for n in names}
+        dependencies = dependencies_of(programs, names, run)
+    above = dependencies.ancestors(names)
+    priors = {n: dependencies.factors.get(FactorKey("model", n), names) - {n} for n in names}
     return frozenset(n for n in names if not any(n in above[p] for p in priors[n]))
 
 
@@ -81,7 +81,7 @@ def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
 
 def _is_right(q: Any, p: Any) -> bool:
     """
-    Whether what PyTorch takes for the divergence is it, with its gradient.
+    Return whether PyTorch's closed form is the divergence, with its gradient.
 
     Two of its rules are for whole families. That of transformed distributions is for one transform
     that loses nothing: of a :class:`~pyro.distributions.FoldedDistribution` it is that of the
@@ -111,7 +111,10 @@ def _is_fixed(transform: Transform) -> bool:
 
 
 def _same_weighting(p: Site, q: Site) -> bool:
-    """Whether both sites have the same user's scale and mask, compared without reading tensors."""
+    """
+    Return whether both sites have the same scale and mask of the user, compared without reading
+    tensors.
+    """
     scales = inner_scale(p), inner_scale(q)
     if any(isinstance(s, torch.Tensor) for s in scales):
         same_scale = p["scale"] is q["scale"]
@@ -132,12 +135,12 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         \text{B:} \quad & -KL(q(z \mid x) \,\|\, p(z)) + \log p(x \mid z)
 
     averaged over ``num_particles`` draws of z and scaled by N/B over the minibatch. Each site is
-    treated by itself: estimator B where :func:`torch.distributions.kl_divergence` knows the pair
-    of distributions and the model's distribution of the site depends on no draw of the guide that
-    depends on the site; estimator A elsewhere. Sites without reparameterization use the score
-    function with Pyro's plate-wise Rao-Blackwellization. Every program that
-    :class:`~pyro.infer.Trace_ELBO` trains is trained, without the restriction to mean-field
-    guides of :class:`~pyro.infer.TraceMeanField_ELBO`.
+    treated separately. It has estimator B if :func:`torch.distributions.kl_divergence` has the pair
+    of distributions, and the prior of the site does not depend on draws of the guide that depend on
+    the site. Otherwise it has estimator A. Sites without reparameterization use the score function
+    with Pyro's plate-wise Rao-Blackwellization. It trains every model and guide that
+    :class:`~pyro.infer.Trace_ELBO` does, and is not restricted to mean-field guides as
+    :class:`~pyro.infer.TraceMeanField_ELBO` is.
 
     Global latents with a guide of their own (full variational Bayes, appendix F of [1]) are sites
     like any other.
@@ -172,6 +175,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
     def __init__(
         self,
         num_particles: int = 1,
+        *,
         analytic_kl: bool = True,
         **options: Unpack[ELBOOptions],
     ) -> None:
@@ -201,17 +205,17 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             return costs
 
         @cache
-        def find_apart() -> frozenset[str]:
-            find = partial(sites_apart, programs, run)
+        def find_separable() -> frozenset[str]:
+            find = partial(separable_sites, programs, run)
             analysis = self.sampler.analyses.of(programs)
             return analysis.cached(("closed", run.signature, run.sizes), find)
 
-        closed = analytic_kl_sites(run, find_apart)
+        closed = analytic_kl_sites(run, find_separable)
         return [c if (n := c.term.key.name) not in closed else _closed(c, closed[n]) for c in costs]
 
 
 def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
-    """A line for every site whose divergence in closed form is infinite."""
+    """Return a line for each site with an infinite closed-form divergence."""
     closed = (c for each in costs for c in each if c.closed)
     lines = (
         f"site '{c.term.key.name}': the KL divergence of the guide's distribution from the model's "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class TraceTruncated_ELBO(MonteCarloELBO):
     r"""
-    Trains a model whose discrete latents have a :class:`TruncatedPosterior` [1]:
+    The objective of a model whose discrete latents have a :class:`TruncatedPosterior` [1]:
 
     .. math::
         F = \log p(\theta) - \log q(\theta)
@@ -40,19 +40,19 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     truncated posterior's own ``guide`` draws (:math:`\theta` outside the data plate, w inside)
     are drawn once per step and are the same for all states of a datum.
 
-    :meth:`loss` and :meth:`bounds`, and every call without gradients, search as well, so that they
-    agree with a training step under one seed, but keep nothing. After ``guide.eval()`` no call
-    searches.
+    :meth:`loss` and :meth:`bounds`, and every call without gradients, search too, so that they
+    agree with a training step under one seed, but do not store the states. After
+    ``guide.eval()`` no call searches.
 
     :param int num_gradient_states: take the gradient through the k states of the largest weight,
         and ``num_sampled_states`` drawn from the rest, with weights that keep it unbiased
-        (Rao-Blackwellization of the M-step [2]); None for all states.
-    :param int num_sampled_states: how many of the rest; with ``num_gradient_states`` only.
+        (Rao-Blackwellization of the M-step [2]). None uses all states.
+    :param int num_sampled_states: the number of sampled states; with ``num_gradient_states`` only.
     :param options: ``vectorize_particles`` (of the states), ``max_plate_nesting``,
         ``strict_enumeration_warning`` and ``retain_graph``; see :class:`MonteCarloELBO`.
-    :ivar num_runs: the last step's passes through the model.
-    :ivar num_evaluations: the states of a datum in all of them.
-    :raises ValueError: for another guide, and for numbers that are no ints of at least 1.
+    :ivar num_runs: the number of passes through the model in the last step.
+    :ivar num_evaluations: the number of evaluated states of a datum in the last step.
+    :raises ValueError: for another guide, and for numbers that are not ints of at least 1.
 
     [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
     with Binary Latents*.
@@ -131,14 +131,14 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         return estimate
 
     def _pick(self, log_joint: Tensor) -> tuple[Tensor, Tensor]:
-        """The states that pass the gradient, and their weights, ``[E, k]``."""
+        """Select the states that pass the gradient, with their weights, ``[E, k]``."""
         top, drawn = self.num_gradient_states, self.num_sampled_states
         weight = normalized_weights(log_joint, dim=1)
         if top is None or top + drawn >= log_joint.shape[1]:
             index = torch.arange(log_joint.shape[1], device=log_joint.device)
             index = index.expand(log_joint.shape)
         else:
-            index, weight = _top_and_rest(weight, top, drawn)
+            index, weight = _top_and_sampled(weight, top, drawn)
         # A state of no weight may have no gradient (the logarithm of zero): the best stands in.
         best = log_joint.argmax(1, keepdim=True)
         return torch.where(weight > 0, index, best), weight
@@ -152,25 +152,27 @@ _REMEDY = (
 
 def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     r"""
-    Whether a step had best keep the graph of all S + C states that it reads.
+    Return whether it is cheaper to keep the graph of all S + C evaluated states.
 
-    A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
-    through the S best alone, after a search without a graph, S + C + 3 S. The first needs a look at
-    whether all densities are finite, for which another device than the CPU would have to be waited
-    for.
+    A backward pass costs two forward passes. With one graph for all states a step costs 3 (S + C);
+    with a search without a graph and another pass through the S best states it costs S + C + 3 S.
+    The first needs a check that all densities are finite, which would make the host wait for a GPU.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
     read = costs_nothing_to_read(runs.layouts.prior_draws)
     return guide.proposals is None and read and 2 * count <= guide.num_states
 
 
-def _top_and_rest(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
-    """The largest weights, and draws from the rest that share its mass: index and weight."""
+def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
+    """Select the largest weights, and sample from the remaining ones: indices and weights."""
     largest, index = weight.topk(top, dim=1)
-    rest = weight.scatter(1, index, 0.0)
-    mass = rest.sum(1, keepdim=True)
-    total = rest.cumsum(1)
-    at = torch.rand(len(rest), drawn, dtype=rest.dtype, device=rest.device) * total[:, -1:]
+    remaining = weight.scatter(1, index, 0.0)
+    mass = remaining.sum(1, keepdim=True)
+    total = remaining.cumsum(1)
+    at = (
+        torch.rand(len(remaining), drawn, dtype=remaining.dtype, device=remaining.device)
+        * total[:, -1:]
+    )
     other = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
     return torch.cat([index, other], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
 

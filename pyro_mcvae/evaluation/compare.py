@@ -24,9 +24,9 @@ from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
     filled,
+    fraction,
     guide_and_chains,
     number,
-    share,
     table,
     weights_of,
     with_error,
@@ -75,16 +75,18 @@ _POINTS = 200
 @dataclass(frozen=True)
 class TrainedCopy:
     """
-    What came of one loss, made by :func:`compare`, whose example shows some.
+    The results of one loss in :func:`compare`.
 
     :ivar bounds: its own bound at every step, in nats per weight.
-    :ivar seconds: of training.
-    :ivar times: of each step, in seconds.
-    :ivar curve: by step, the seconds until then and the :class:`LogEvidence` of that moment, by
-        importance sampling with few particles.
-    :ivar guide: the :class:`LogEvidence` by importance sampling after training.
-    :ivar evidence: that by chains, if they were asked for; else the same.
-    :ivar failed: what stopped it, if anything; its evidence is then the last one of the curve.
+    :ivar seconds: the training time.
+    :ivar times: the time of each step, in seconds.
+    :ivar curve: by step, the training time until then and the :class:`.LogEvidence`, by importance
+        sampling with few particles.
+    :ivar guide: the :class:`.LogEvidence` by importance sampling after training.
+    :ivar evidence: the :class:`.LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
+        otherwise the same as ``guide``.
+    :ivar failed: the error that stopped training, or an empty string. The evidence is then the last
+        one of the curve.
     """
 
     bounds: list[float]
@@ -97,19 +99,19 @@ class TrainedCopy:
 
     @property
     def last_bound(self) -> float:
-        """The mean of its own bound over the last tenth of the steps."""
+        """Return the mean of the loss's own bound over the last tenth of the steps."""
         last = self.bounds[-max(1, len(self.bounds) // 10) :]
         return sum(last) / len(last) if last else math.nan
 
     @property
     def seconds_per_step(self) -> float:
-        """The median, so that what the first steps alone pay for does not count."""
+        """Return the median time of a step, which excludes the costs of the first steps."""
         return statistics.median(self.times) if self.times else math.nan
 
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    What :func:`compare` found, whose example shows one: a :class:`TrainedCopy` by name.
+    What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
 
     :param copies: what was found of each loss.
     :param values: of the programs.
@@ -134,8 +136,9 @@ class Comparison(dict[str, TrainedCopy]):
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
-        How much higher the mean log evidence of one is than that of another, and the standard
-        error: over the data, whose differences are paired; with one weight, Monte Carlo's alone.
+        Return the difference of the mean log evidences of two losses, and its standard error. The
+        error is that of the paired differences over data; with a single weight, it is the Monte
+        Carlo error.
         """
         one, other = self[name].evidence, self[over].evidence
         difference = one.log_evidence - other.log_evidence
@@ -147,7 +150,7 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def best(self) -> list[str]:
         """
-        The best loss, and those that cannot be told apart from it.
+        Return the names of the best loss and of those with no significant difference from it.
 
         By the log evidence, within two standard errors, where the model learns. Where it does not,
         by the guide's effective sample size (geometric mean), within a tenth. All of them where
@@ -168,11 +171,11 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def evaluated(self) -> bool:
         r"""
-        Whether the draws tell the losses apart: not where fewer than 10 draws are effective (or,
+        Return whether the draws allow a comparison. They do not if fewer than 10 are effective (or,
         where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
         """
-        found = [self[n].evidence if self.learns else self[n].guide for n in self._running]
-        return any(share(e.few | (e.unreliable & self.learns)) <= 0.5 for e in found)
+        evidences = [self[n].evidence if self.learns else self[n].guide for n in self._running]
+        return any(fraction(e.few | (e.unreliable & self.learns)) <= 0.5 for e in evidences)
 
     @property
     def _running(self) -> list[str]:
@@ -180,7 +183,7 @@ class Comparison(dict[str, TrainedCopy]):
 
     @property
     def verdict(self) -> str:
-        """Which is best, and how far that can be trusted, in a few sentences."""
+        """Return which loss is best and how reliable that is, in a few sentences."""
         best, by = self.best, "log evidence" if self.learns else "effective sample size"
         said = [f"Best by {by}: {best[0]}."]
         if not self.evaluated:
@@ -191,7 +194,7 @@ class Comparison(dict[str, TrainedCopy]):
             ]
         elif len(best) > 1:
             said = [f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."]
-        doubtful = [n for n in self if share(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
+        doubtful = [n for n in self if fraction(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
         if doubtful and self.learns:
             names = ", ".join(doubtful)
             said.append(f"The evidence of {names} is too low (Pareto k), and may be the highest.")
@@ -201,14 +204,14 @@ class Comparison(dict[str, TrainedCopy]):
         first = next(iter(self))
         head = ["loss", "steps", "ms/step", "own bound, training", "ELBO", "log evidence"]
         rows = [[*head, f"over {first}", "ESS", "k > 0.7"]]
-        for name, found in self.items():
-            guide, evidence = found.guide, found.evidence
+        for name, trained in self.items():
+            guide, evidence = trained.guide, trained.evidence
             rows.append(
                 [
                     name,
-                    str(len(found.bounds)),
-                    f"{1e3 * found.seconds_per_step:.1f}",
-                    f"{found.last_bound:.3f}",
+                    str(len(trained.bounds)),
+                    f"{1e3 * trained.seconds_per_step:.1f}",
+                    f"{trained.last_bound:.3f}",
                     f"{float(guide.bound.mean()):.3f}",
                     with_error(evidence, evidence.mean, evidence.mean_standard_error),
                     "" if name == first else number(*self.gain(name, first)),
@@ -230,7 +233,7 @@ class Comparison(dict[str, TrainedCopy]):
         over: Literal["seconds", "steps"] = "seconds",
     ) -> Figure | SubFigure:
         """
-        A figure: each loss's own bound, and the evidence of the evaluated data, over time.
+        Plot each loss's own bound, and the evidence of the evaluated data, over time or steps.
 
         :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
         :param str over: ``"seconds"`` of training, or ``"steps"``.
@@ -243,31 +246,31 @@ class Comparison(dict[str, TrainedCopy]):
             from matplotlib.figure import Figure as New
 
             figure = New(figsize=(10, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for i, (name, found) in enumerate(self.items()):
-            size = max(1, len(found.bounds) // _POINTS)
-            ends = range(size, len(found.bounds) + 1, size)
-            means = [statistics.fmean(found.bounds[end - size : end]) for end in ends]
-            passed = list(itertools.accumulate(found.times))
+        training, held_out = figure.subplots(1, 2)
+        for i, (name, trained) in enumerate(self.items()):
+            size = max(1, len(trained.bounds) // _POINTS)
+            ends = range(size, len(trained.bounds) + 1, size)
+            means = [statistics.fmean(trained.bounds[end - size : end]) for end in ends]
+            passed = list(itertools.accumulate(trained.times))
             at = list(ends) if over == "steps" else [passed[end - 1] for end in ends]
-            left.plot(at, means, color=f"C{i}", linewidth=1, label=name)
-            at = [step if over == "steps" else time for step, (time, _) in found.curve.items()]
-            curve = [e for _, e in found.curve.values()]
+            training.plot(at, means, color=f"C{i}", linewidth=1, label=name)
+            at = [step if over == "steps" else time for step, (time, _) in trained.curve.items()]
+            curve = [e for _, e in trained.curve.values()]
             errors = [2 * float(e.mean_standard_error) for e in curve]
             values = [float(e.mean) for e in curve]
-            right.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
-        for axes in (left, right):
+            held_out.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
+        for axes in (training, held_out):
             # The first steps lie far below the rest and would flatten everything else.
             curves = [line.get_ydata() for line in axes.lines]
-            shown = [v for y in curves for v in y[len(y) // 5 :]]
-            if shown and min(shown) < max(shown):
-                margin = 0.1 * (max(shown) - min(shown))
-                axes.set_ylim(min(shown) - margin, max(shown) + margin)
+            heights = [v for y in curves for v in y[len(y) // 5 :]]
+            if heights and min(heights) < max(heights):
+                margin = 0.1 * (max(heights) - min(heights))
+                axes.set_ylim(min(heights) - margin, max(heights) + margin)
             axes.set_xlabel(f"{over} of training")
             axes.grid(alpha=0.3)
-        left.set(title="each loss's own bound (training)", ylabel="nats per weight")
-        left.legend(loc="lower right", fontsize="small")
-        right.set(title="log evidence of the evaluated data, one estimator")
+        training.set(title="each loss's own bound (training)", ylabel="nats per weight")
+        training.legend(loc="lower right", fontsize="small")
+        held_out.set(title="log evidence of the evaluated data, one estimator")
         return figure
 
 
@@ -288,40 +291,42 @@ def compare(
     **options: Any,
 ) -> Comparison:
     r"""
-    Train the same programs by several losses for an equal time, or equally many steps, and evaluate
-    all of them by one estimator.
+    Train one model and guide with several losses, each for the same time or number of steps, and
+    evaluate all of them with one estimator.
 
-    All begin with the same parameters and the same random numbers, one loss after the other. Own
-    bounds are not comparable with each other: the evidence is, and
-    is estimated as :func:`log_evidence` does it, ``num_checks`` times on the way by importance
-    sampling with ``check_particles``, which costs no training time, and in the end with
-    ``num_particles``, or by chains, if a ``schedule`` or a ``kernel`` is given. Afterwards the
-    programs have the values that they began with; ``found.use(name)`` gives them a loss's. One
-    step of each comes before and is thrown away, so that none pays for what a process does once.
+    The losses train one after the other, from the same parameters and random numbers. Their own
+    bounds are not comparable, but the evidence is. It is estimated as by :func:`log_evidence`:
+    ``num_checks`` times during training, by importance sampling with ``check_particles``, which
+    does not count as training time; and in the end with ``num_particles``, or by chains if a
+    ``schedule`` or a ``kernel`` is given. Afterwards the model and guide have their initial
+    parameters again; :meth:`.Comparison.use` sets those of a loss. One discarded step of each loss
+    comes first, so that no loss pays for one-time costs of the process.
 
     Losses and optimizers are copied. A :class:`CompiledELBO` records and compiles its steps within
-    the time that is counted; the median time of a step (``ms/step``) does not see that. A loss
-    whose training fails on the way (no finite value, say) is said so, and the others go on.
+    the counted time; the median time of a step (``ms/step``) excludes that. If the training of a
+    loss fails, such as with a value that is not finite, the table names it, and the others
+    continue.
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments: the data that are evaluated, and, without ``batches``, trained on.
+    :param args: their arguments: the evaluated data, which are also the training data without
+        ``batches``.
     :param losses: the losses by name, any that ``SVI`` takes.
     :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
         the loss.
-    :param float seconds: of training, each; 30 if nothing else is said.
-    :param int num_steps: of training, each, in place of seconds.
-    :param int num_epochs: likewise, passes over ``batches``; as many steps as the first pass has,
-        times their number.
+    :param float seconds: the training time of each loss; 30 without another budget.
+    :param int num_steps: the number of training steps of each loss, instead of ``seconds``.
+    :param int num_epochs: the number of passes over ``batches``, instead of ``seconds``. The first
+        pass determines the steps of an epoch.
     :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
         as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
     :param to_args: maps a batch to the programs' arguments.
-    :param int num_checks: how often all are evaluated on the way.
-    :param int check_particles: by how many particles.
+    :param int num_checks: the number of evaluations during training.
+    :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`Comparison`, to print, to :meth:`~Comparison.plot` and to use.
-    :raises ValueError: for what is no loss, optimizer or budget; and as :func:`log_evidence`,
+    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` and to use.
+    :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
     Example::
@@ -339,7 +344,7 @@ def compare(
         (['ELBO', 'IWAE'], 200, False)
         >>> found.use(found.best[0])  # and go on with it
     """
-    programs, given = prepare(compare, model, guide, args, model_kwargs, options)
+    programs, settings = prepare(compare, model, guide, args, model_kwargs, options)
     pairs = _checked(losses, optim)
     budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
     _check_budget({name: value for name, value in budget.items() if value is not None})
@@ -347,46 +352,46 @@ def compare(
     check_particles = check_count("check_particles", check_particles)
     check_function("to_args", to_args)
     data = _Data(programs, batches, to_args)
-    seed = int(torch.randint(2**31, ())) if given.seed is None else given.seed
-    given = replace(given, seed=seed)
-    checks = replace(given, schedule=None, kernel=None, num_particles=check_particles)
+    seed = int(torch.randint(2**31, ())) if settings.seed is None else settings.seed
+    settings = replace(settings, seed=seed)
+    checks = replace(settings, schedule=None, kernel=None, num_particles=check_particles)
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
     limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
     # What the evaluation at the end refuses is refused before training.
-    few = replace(given, num_particles=2, warmup=int(given.coordinates == "whitened"))
+    few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
-    with each_once(), _same_randomness(), Progress("comparing", given.progress, "turn") as bar:
+    with each_once(), _same_randomness(), Progress("comparing", settings.progress, "turn") as bar:
         bar.expect((num_checks + 1) * len(pairs))
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        found = Comparison({}, _Values(programs), learns)
-        start = found._values.take()
+        comparison = Comparison({}, _Values(programs), learns)
+        start = comparison._values.swap()
         try:
             for name, (loss, one) in pairs.items():
                 bar.describe(name)
                 _svi(first, one, loss).step(*first.args, **first.kwargs)
-                start = found._values.put(start)
+                start = comparison._values.put(start)
                 pyro.set_rng_seed(seed)
                 run = _Run(data, _svi(first, one, loss))
                 for turn in range(num_checks + 1):
                     run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
                     run.check(programs, checks)
                     bar.step()
-                found[name] = run.found(programs, given)
-                found._trained[name] = found._values.take()
-                start = found._values.put(start)
+                comparison[name] = run.trained_copy(programs, settings)
+                comparison._trained[name] = comparison._values.swap()
+                start = comparison._values.put(start)
         finally:
             start()
-    return found
+    return comparison
 
 
 def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
     """
-    The loss and the optimizer, by name.
+    Return the loss and the optimizer by name, after checks.
 
     :raises ValueError: for what is none.
     """
@@ -395,34 +400,34 @@ def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim
             f"losses must be a dict of losses by name, such as {{'ELBO': Trace_ELBO()}}, got "
             f"{losses!r}"
         )
-    found = {}
+    checked = {}
     for name, loss in losses.items():
         if isinstance(loss, type) or not (callable(loss) or hasattr(loss, "loss_and_grads")):
             raise ValueError(f"losses[{name!r}] must be a loss that SVI takes, got {loss!r}")
-        own = optim.get(name) if isinstance(optim, Mapping) else optim
-        if not isinstance(own, PyroOptim):
+        optimizer = optim.get(name) if isinstance(optim, Mapping) else optim
+        if not isinstance(optimizer, PyroOptim):
             raise ValueError(
                 f"optim must be one of pyro.optim, such as pyro.optim.Adam({{'lr': 0.01}}), or a "
-                f"dict of them by name; for {name!r} got {own!r}"
+                f"dict of them by name; for {name!r} got {optimizer!r}"
             )
-        found[name] = loss, own
-    return found
+        checked[name] = loss, optimizer
+    return checked
 
 
-def _check_budget(given: dict[str, float]) -> None:
-    if len(given) > 1:
-        several = " or ".join(f"{name}={value!r}" for name, value in given.items())
+def _check_budget(budgets: dict[str, float]) -> None:
+    if len(budgets) > 1:
+        several = " or ".join(f"{name}={value!r}" for name, value in budgets.items())
         raise ValueError(
             f"losses are compared after an equal time, equally many steps or equally many epochs: "
             f"pass {several}"
         )
-    for name, value in given.items():
+    for name, value in budgets.items():
         (check_positive if name == "seconds" else check_count)(name, value)
 
 
 class _Data:
     """
-    The training data, and how many weights a batch stands for, so that bounds are per weight.
+    The training data, with the number of weights of a batch, so that bounds are per weight.
 
     :param batches: None trains on the arguments of ``programs``.
     """
@@ -443,21 +448,21 @@ class _Data:
             )
 
     def first(self) -> Programs:
-        """The programs on the first batch."""
+        """Return the programs with the first batch as arguments."""
         for programs in self:
             check_call(programs)
             return programs
         raise ValueError("there is no batch to train on: batches is empty")
 
     def length(self) -> int:
-        """How many batches one pass has; counted, where they do not say."""
+        """Return the number of batches in one pass; count them if they have no length."""
         if isinstance(self._batches, Sized):
             return len(self._batches)
         with _same_randomness():
             return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Programs]:
-        """One pass over the data."""
+        """Yield the batches of one pass over the data."""
         if self._batches is None:
             yield self._programs
             return
@@ -467,7 +472,7 @@ class _Data:
             yield replace(self._programs, args=args, kwargs=kwargs)
 
     def weights(self, programs: Programs) -> float:
-        """How many weights the loss on this batch is the sum of, N/B times those of a minibatch."""
+        """Return the number of weights in the loss of a batch, N/B times those of a minibatch."""
         leaves, tree = tree_flatten((programs.args, programs.kwargs))
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:
@@ -482,7 +487,7 @@ class _Data:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Draw no random numbers, as seen from outside."""
+    """Restore the random state afterwards."""
     generators = rng_state()
     try:
         yield
@@ -498,12 +503,12 @@ class _Values:
     """
 
     def __init__(self, programs: Programs) -> None:
-        found = find_modules(*programs.pair)
-        inner = {id(part) for module in found for part in list(module.modules())[1:]}
-        self._parts: list[Part] = [ModulePart(m) for m in found if id(m) not in inner]
+        modules = find_modules(*programs.pair)
+        inner = {id(part) for module in modules for part in list(module.modules())[1:]}
+        self._parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
         self._parts.append(ParamStorePart({}))
 
-    def take(self) -> Undo:
+    def swap(self) -> Undo:
         """Remember the present values; what it returns sets them again, once."""
         undos = [part.undo() for part in self._parts]
 
@@ -516,12 +521,12 @@ class _Values:
     def put(self, values: Undo) -> Undo:
         """Set remembered values, and remember them again."""
         values()
-        return self.take()
+        return self.swap()
 
 
 class _Run:
     """
-    Training by one loss, with what a :class:`TrainedCopy` has.
+    Training by one loss, with what a :class:`.TrainedCopy` has.
     """
 
     def __init__(self, data: _Data, svi: SVI) -> None:
@@ -570,7 +575,7 @@ class _Run:
                 raise
             self.failed = f"step {step}: {first_line(error)}"
 
-    def found(self, programs: Programs, options: Options) -> TrainedCopy:
+    def trained_copy(self, programs: Programs, options: Options) -> TrainedCopy:
         """Evaluate at the end; of what failed it is the last one on the way."""
         guide = evidence = next(reversed(self.curve.values()))[1]
         if not self.failed:

@@ -11,13 +11,13 @@ import torch
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     filled,
+    fraction,
     guide_and_chains,
     has_light_tail,
     number,
-    share,
     table,
 )
-from pyro_mcvae.evaluation.options import Options, check_own_parameters
+from pyro_mcvae.evaluation.options import Options, check_separate_parameters
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
@@ -30,12 +30,14 @@ _FEW = 0.05
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    What :func:`compare_models` found, whose example shows one: a :class:`LogEvidence` by name, the
+    What :func:`compare_models` found, whose example shows one: a :class:`.LogEvidence` by name, the
     highest first.
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
-        """The log Bayes factor of one model over another, in nats, and its standard error."""
+        """
+        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        """
         one, two = self[name], self[other]
         error = torch.hypot(one.total_standard_error, two.total_standard_error)
         return float(one.total - two.total), float(error)
@@ -43,8 +45,8 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def probabilities(self) -> dict[str, float]:
         """
-        Of the models, if each were as probable as the others before the data; by the evidences as
-        they were estimated, so of no use where models are :attr:`doubtful`.
+        Return the posterior probabilities of the models under equal prior probabilities. They use
+        the estimated evidences, so they are meaningless where models are :attr:`doubtful`.
         """
         totals = torch.stack([e.total.double() for e in self.values()])
         return dict(zip(self, totals.softmax(0).tolist(), strict=True))
@@ -61,7 +63,7 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def best(self) -> list[str]:
         """
-        The model with the highest evidence, and all that may have a higher one: within two standard
+        Return the model with the highest evidence, and all that may be as good: within two standard
         errors, or doubtful, since estimates with heavy tails are too low.
         """
         top, doubtful = next(iter(self)), self.doubtful
@@ -73,20 +75,20 @@ class ModelComparison(dict[str, LogEvidence]):
 
     @property
     def verdict(self) -> str:
-        """Which model the data favour, and how far that can be trusted, in a few sentences."""
+        """Return which model the data favour and how reliable that is, in a few sentences."""
         top, doubtful = next(iter(self)), self.doubtful
         close = [n for n in self if self._within(top, n)]
-        others = [n for n in doubtful if n != top]
+        doubtful_others = [n for n in doubtful if n != top]
         said = []
         if len(close) > 1:
             said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
-        elif not others:
+        elif not doubtful_others:
             said.append(f"{top} has the highest evidence.")
         if doubtful:
             said.append(
                 f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
                 f"within its error; or labellings that are not drawn)"
-                f"{', and may be the highest' if others else ''}. Longer annealed chains "
+                f"{', and may be the highest' if doubtful_others else ''}. Longer annealed chains "
                 f"(schedule=), more draws or a better guide come closer."
             )
         said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
@@ -95,14 +97,14 @@ class ModelComparison(dict[str, LogEvidence]):
     def __str__(self) -> str:
         top = next(iter(self))
         rows = [["model", "log evidence", f"below {top}", "probability", "largest k"]]
-        for name, found in self.items():
+        for name, evidence in self.items():
             rows.append(
                 [
                     name,
-                    number(float(found.total), float(found.total_standard_error)),
+                    number(float(evidence.total), float(evidence.total_standard_error)),
                     "" if name == top else number(*self.difference(top, name)),
                     "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
-                    f"{float(found.pareto_k.max()):.2f}",
+                    f"{float(evidence.pareto_k.max()):.2f}",
                 ]
             )
         return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
@@ -112,7 +114,7 @@ def _is_doubtful(evidence: LogEvidence) -> bool:
     if evidence.labellings is not None and evidence.labellings.added is None:
         return True
     near = ~has_light_tail(evidence, 0.7)
-    return bool(evidence.unreliable.any()) or share(near) > _FEW
+    return bool(evidence.unreliable.any()) or fraction(near) > _FEW
 
 
 def compare_models(
@@ -144,7 +146,7 @@ def compare_models(
     :param args: the programs' arguments.
     :param model_kwargs: their keyword arguments, in a dict.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`ModelComparison`, to print.
+    :returns: a :class:`.ModelComparison`, to print.
     :raises ValueError: for what is no such dict; for modules that hold the same parameters by the
         same name, since the store was not cleared between them; for subsampled plates; and as
         :func:`log_evidence`.
@@ -168,18 +170,18 @@ def compare_models(
         >>> bool(abs(value - 30.6) < 0.1)
         True
     """
-    given = Options(**options)
+    settings = Options(**options)
     pairs = _pairs(models, args, model_kwargs or {})
-    check_own_parameters(pairs)
-    found = {}
-    with each_once(), Progress("models", given.progress, "model") as bar:
+    check_separate_parameters(pairs)
+    evidences = {}
+    with each_once(), Progress("models", settings.progress, "model") as bar:
         bar.expect(len(pairs))
         for name, programs in pairs.items():
             bar.describe(name)
-            found[name] = guide_and_chains(programs, given)[1]
+            evidences[name] = guide_and_chains(programs, settings)[1]
             bar.step()
-    _check_alike(found)
-    return ModelComparison(sorted(found.items(), key=lambda item: -float(item[1].total)))
+    _check_alike(evidences)
+    return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
 
 
 def _pairs(
@@ -190,29 +192,33 @@ def _pairs(
             f"models must be a dict of two pairs or more by name, such as "
             f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
         )
-    found = {}
+    programs = {}
     for name, pair in models.items():
         if not isinstance(name, str):
             raise ValueError(f"models must have strings for names, got {name!r}")
         if not isinstance(pair, tuple) or len(pair) not in (2, 3):
             raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
-        model, guide, own = pair if len(pair) == 3 else (*pair, args)
-        if not isinstance(own, tuple):
-            raise ValueError(f"the arguments in models[{name!r}] must be a tuple, got {own!r}")
-        found[name] = Programs(model, guide, own, dict(kwargs))
-    return found
+        model, guide, model_args = pair if len(pair) == 3 else (*pair, args)
+        if not isinstance(model_args, tuple):
+            raise ValueError(
+                f"the arguments in models[{name!r}] must be a tuple, got {model_args!r}"
+            )
+        programs[name] = Programs(model, guide, model_args, dict(kwargs))
+    return programs
 
 
-def _check_alike(found: Mapping[str, LogEvidence]) -> None:
+def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
     """
+    Check that all evidences are of the same data.
+
     :raises ValueError: for evidences that are of other things.
     """
-    for name, evidence in found.items():
-        if evidence.given:
+    for name, evidence in evidences.items():
+        if evidence.fixed_latents:
             raise ValueError(
-                f"the evidence of {name!r} is conditional on {', '.join(evidence.given)}, which "
-                f"the guide holds, and does not compare with others: let the guide draw them, and "
-                f"leave joint=False out"
+                f"the evidence of {name!r} is conditional on {', '.join(evidence.fixed_latents)}, "
+                f"which the guide holds, and does not compare with others: let the guide draw "
+                f"them, and leave joint=False out"
             )
         if bool((torch.as_tensor(evidence.scale) != 1).any()):
             raise ValueError(

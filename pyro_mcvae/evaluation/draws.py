@@ -16,7 +16,7 @@ from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site, plate_frames
 
-# Posterior draws, with what was seen on the way to them.
+# Posterior draws, with diagnostics.
 
 
 class PosteriorDraws(dict[str, Tensor]):
@@ -51,7 +51,7 @@ class PosteriorDraws(dict[str, Tensor]):
 
     @property
     def num_samples(self) -> int:
-        """How many draws there are."""
+        """Return the number of draws."""
         return len(self.log_weight)
 
 
@@ -59,52 +59,52 @@ def site_draws(
     sample: WeightedParticles, log_weight: Tensor, acceptance: Tensor | None
 ) -> PosteriorDraws:
     """
-    What a sample's runs drew, in the shapes of a run without particles.
+    Return the draws of a sample, in the shapes of a run without particles.
 
     :raises ValueError: if its runs have different sites.
     """
-    found, first = PosteriorDraws(), sample.runs[0]
-    found.log_weight, found.acceptance = log_weight, acceptance
-    found.plates = sample.plate_names
-    found.log_likelihood, found.observed, found.dims = {}, {}, {}
-    found.coords = Minibatch()
+    draws, first = PosteriorDraws(), sample.runs[0]
+    draws.log_weight, draws.acceptance = log_weight, acceptance
+    draws.plates = sample.plate_names
+    draws.log_likelihood, draws.observed, draws.dims = {}, {}, {}
+    draws.coords = Minibatch()
     for name, site in _latents(first):
-        found[name] = site_values(sample, name, site)
-        found.dims[name] = site_dims(site)
+        draws[name] = site_values(sample, name, site)
+        draws.dims[name] = site_dims(site)
     for term in _observed(first):
         name = term.key.name
-        found.log_likelihood[name] = _stack(
+        draws.log_likelihood[name] = _stack(
             sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
         )
-        found.dims[name] = site_dims(term.site)
+        draws.dims[name] = site_dims(term.site)
         if not is_factor(term.site["fn"]):  # whose value is empty
-            found.observed[name] = _in_full(term.site, len(found.dims[name]))
+            draws.observed[name] = _in_full(term.site, len(draws.dims[name]))
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
         floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
         if not isinstance(index, Tensor) or floats or len(index) != size:
             index = torch.arange(size)
-        found.coords[name] = index
-        found.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
-    return found
+        draws.coords[name] = index
+        draws.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
+    return draws
 
 
 def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
-    """The values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
+    """Return the values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
     depth = site["fn"].event_dim
     return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
 
 
 def _in_full(site: Site, depth: int) -> Tensor:
-    """An observed value with all of its plates' dims, over which it may broadcast."""
+    """Expand an observed value over all dims of its plates."""
     shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
     shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
     return value.expand(torch.broadcast_shapes(shape, value.shape))
 
 
 def _plate_sizes(sites: list[Site]) -> dict[str, int]:
-    """By plate, how many data it has; one that was made without a size does not say."""
+    """Return the full size of each plate that was made with a size."""
     sizes: dict[str, int] = {}
     for site in sites:
         shape = site["fn"].batch_shape
@@ -130,7 +130,7 @@ def _term(run: Run, name: str) -> Term:
 
 
 def site_dims(site: Site) -> tuple[str, ...]:
-    """The names of a site's batch dims: of its plates, leftmost first."""
+    """Return the names of a site's batch dims, those of its plates, leftmost first."""
     names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
     depth = max((-d for d in names), default=0)
     # Dims between plates, of size one, get names of their own.
@@ -162,7 +162,7 @@ def _stack(
 
 
 def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
-    """``[lead, *natural shape]`` of a value that may have ones between, or no leading dim."""
+    """Reshape to ``[lead, *natural shape]``; ones between are removed."""
     begin = max(0, value.dim() - event_dim - depth)
     if run.leading is None:  # dims to the left that lie in no plate
         begin = next((i for i, n in enumerate(value.shape[:begin]) if n != 1), begin)
@@ -179,7 +179,8 @@ def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
 
 def to_inference_data(draws: PosteriorDraws) -> Any:
     """
-    Draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``, ``az.plot_*``.
+    Convert draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
+    ``az.plot_*``.
 
     Groups: ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with the log
     weight, and of chains the acceptance and the step size; ``observed_data``. Plates are named
@@ -226,8 +227,8 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
     arrays = {n: group for n, group in arrays.items() if group}
     plates = {**draws.dims, "log_weight": draws.plates, "acceptance_rate": draws.plates}
     # A dimension cannot have the name of a variable.
-    taken = {n for group in arrays.values() for n in group} | {"chain", "draw"}
-    renamed = {n: f"{n}_plate" if n in taken else n for n in draws.coords}
+    names_in_use = {n for group in arrays.values() for n in group} | {"chain", "draw"}
+    renamed = {n: f"{n}_plate" if n in names_in_use else n for n in draws.coords}
     dims = {n: [renamed.get(d, d) for d in names] for n, names in plates.items() if names}
     used = {d for names in dims.values() for d in names}
     coords = {renamed[n]: _numpy(c) for n, c in draws.coords.items() if renamed[n] in used}

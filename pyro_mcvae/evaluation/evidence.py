@@ -38,7 +38,7 @@ from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 def number(value: float, error: float) -> str:
     """
-    A number with as many digits as its error allows.
+    Format a number with as many digits as its error allows.
 
     Example::
 
@@ -74,7 +74,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def filled(text: str, head: str = "") -> str:
-    """A text in lines of the terminal's width, 100 characters at most, beside a head."""
+    """Wrap a text at the terminal's width, at most 100 characters."""
     width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
     head, indent = (f"{head}  ", " " * (len(head) + 2)) if head else ("", "")
     return textwrap.fill(
@@ -97,7 +97,7 @@ _ENOUGH = 500
 @dataclass(frozen=True)
 class LogEvidence:
     r"""
-    Estimates of :math:`\log p(x_n)` and what is known about their error.
+    Estimates of :math:`\log p(x_n)`, with their errors.
 
     Tensors have one entry per datum: shape ``[*plates]``; ``[elements]`` for programs with several
     separate plates; a scalar where all data share one weight, as with global latents.
@@ -107,24 +107,24 @@ class LogEvidence:
         weights' tail is heavy, see ``doubtful``.
     :ivar effective_sample_size: Kish's, between 1 and K.
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
-        0.3 two standard errors hold less often than they say (measured, with 1,000 draws: 83 % of
-        the time at 0.3 to 0.4, 68 % at 0.5 to 0.6); ``-inf`` for weights without a tail, NaN for 20
-        particles or less, and for the states of a :class:`TruncatedPosterior`.
+        0.3 two standard errors hold less often than 95 % of the time (measured with 1,000 draws: 83
+        % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for weights without a tail, and NaN for
+        20 particles or less and for the states of a :class:`TruncatedPosterior`.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
-    :ivar num_particles: how many weights each datum has, K.
+    :ivar num_particles: the number of weights of each datum, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
-        ones, and for one weight of all data.
+        plates, and if all data share one weight.
     :ivar scale: N/B of subsampled plates, a number or a tensor.
-    :ivar shared: log density of what belongs to no single datum: observations outside the
-        plates, and the prior of a guide's point masses.
-    :ivar given: latents that were held: point masses of the guide, and, with ``joint=False``,
-        global latents that were drawn once. The evidence is conditional on them.
-    :ivar log_weight: log w, shape ``[K, *plates]``, if it was asked for.
-    :ivar acceptance: of chains, the mean acceptance of each transition, shape ``[transitions]``.
-    :ivar step_size: of chains.
+    :ivar shared: the log density that belongs to no single datum: observations outside the plates,
+        and the prior of a guide's point masses.
+    :ivar fixed_latents: latents with fixed values: point masses of the guide, and, with
+        ``joint=False``, global latents that were drawn once. The evidence is conditional on them.
+    :ivar log_weight: log w, shape ``[K, *plates]``, with ``keep_log_weight=True``.
+    :ivar acceptance: the mean acceptance of each transition of the chains, shape ``[transitions]``.
+    :ivar step_size: the step size of the chains.
     :ivar whitened: whether the chains moved in white coordinates.
-    :ivar labellings: what is exchangeable, and what was added for the labellings that the guide
-        does not draw; None where nothing was.
+    :ivar labellings: the exchangeable components, and what was added for labellings that the guide
+        does not draw; None without such components.
 
     Example::
 
@@ -149,7 +149,7 @@ class LogEvidence:
     plates: tuple[str, ...]
     scale: float | Tensor
     shared: Tensor
-    given: tuple[str, ...]
+    fixed_latents: tuple[str, ...]
     log_weight: Tensor | None = None
     acceptance: Tensor | None = None
     step_size: Tensor | None = None
@@ -158,40 +158,44 @@ class LogEvidence:
 
     @property
     def total(self) -> Tensor:
-        """The log evidence of all data, in nats; N/B times the minibatch's, where subsampled."""
+        """
+        Return the log evidence of all data, in nats; on minibatches N/B times that of the batch.
+        """
         return self.shared.to(self.log_evidence) + (self.scale * self.log_evidence).sum()
 
     @property
     def total_standard_error(self) -> Tensor:
-        """The Monte Carlo error of ``total``; which data a minibatch holds is not part of it."""
+        """Return the Monte Carlo error of ``total``, without the variation between minibatches."""
         return (self.scale * self.standard_error).square().sum().sqrt()
 
     @property
     def mean(self) -> Tensor:
-        """The mean over the data, in nats per datum."""
+        """Return the mean over the data, in nats per datum."""
         return self.log_evidence.mean()
 
     @property
     def mean_standard_error(self) -> Tensor:
-        """The Monte Carlo error of ``mean``."""
+        """Return the Monte Carlo error of ``mean``."""
         return self.standard_error.square().sum().sqrt() / self.standard_error.numel()
 
     @property
     def unreliable(self) -> Tensor:
-        r"""Where :math:`\hat k > 0.7`."""
+        r"""Return the mask of :math:`\hat k > 0.7`."""
         return self.pareto_k > 0.7
 
     @property
     def pareto_k_error(self) -> Tensor:
-        r"""The standard error of :math:`\hat k`, :math:`(1 + k) / \sqrt M` for M tail weights."""
+        r"""
+        Return the standard error of :math:`\hat k`, :math:`(1 + k) / \sqrt M` for M tail weights.
+        """
         tail = max(1, tail_length(self.num_particles))
         return (1 + self.pareto_k).clamp_min(0.0) / math.sqrt(tail)
 
     @property
     def doubtful(self) -> Tensor:
         r"""
-        Where the standard error may be too small: :math:`\hat k` plus two errors is above 0.5, or
-        fewer than 500 weights are too few to know their tail; not where all weights are equal.
+        Return the mask of data whose standard error may be too small: :math:`\hat k` plus two
+        errors is above 0.5, or there are fewer than 500 weights. Equal weights are not in it.
         """
         known = has_light_tail(self, 0.5)
         if self.num_particles < _ENOUGH:
@@ -200,7 +204,9 @@ class LogEvidence:
 
     @property
     def few(self) -> Tensor:
-        """Where fewer than 10 draws dominate, whose spread says little of the error."""
+        """
+        Return the mask of data with fewer than 10 effective draws, too few to estimate an error.
+        """
         return self.effective_sample_size < min(10.0, self.num_particles / 2)
 
     def __str__(self) -> str:
@@ -222,30 +228,33 @@ class LogEvidence:
             )
         if self.acceptance is not None and len(self.acceptance):
             lines.append(f"chains: acceptance {float(self.acceptance.mean()):.2f}")
-        if self.given:
-            lines.append(f"given {', '.join(self.given)}")
+        if self.fixed_latents:
+            lines.append(f"given {', '.join(self.fixed_latents)}")
         if self.labellings is not None:
             lines.append(str(self.labellings))
         return "\n".join(lines)
 
 
-def share(flags: Tensor) -> float:
-    """The share of weights for which a flag is true."""
+def fraction(flags: Tensor) -> float:
+    """Return the fraction of weights for which a flag is true."""
     return float(flags.double().mean())
 
 
-def with_error(found: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
-    """A number with its error, unless few draws dominate more than a twentieth of the weights."""
-    known = share(found.few) <= 0.05
+def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
+    """
+    Format a number with its error; the error is unknown if few draws dominate more than a twentieth
+    of the weights.
+    """
+    known = fraction(evidence.few) <= 0.05
     return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
 
 
-def has_light_tail(found: LogEvidence, most: float) -> Tensor:
+def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:
     r"""
-    Where the weights' :math:`\hat k` plus two of its errors is at most ``most``, or all weights are
-    equal; not where there are too few to say.
+    Return a mask of the weights whose :math:`\hat k` plus two errors is at most ``most``, or that
+    are all equal. Too few weights are not in it.
     """
-    return found.pareto_k + 2 * found.pareto_k_error <= most
+    return evidence.pareto_k + 2 * evidence.pareto_k_error <= most
 
 
 def log_evidence(
@@ -259,8 +268,8 @@ def log_evidence(
     r"""
     Estimate :math:`\log p(x_n)` of each datum, without training anything.
 
-    By importance sampling with the guide's draws, or, with a ``schedule`` or a ``kernel``, by
-    annealed importance sampling:
+    Without options this is importance sampling with the guide's draws. With a ``schedule`` or a
+    ``kernel`` it is annealed importance sampling:
 
     .. math::
         \log p(x_n) \approx \log \frac{1}{K} \sum_{k=1}^K w_{nk}, \qquad
@@ -268,43 +277,42 @@ def log_evidence(
 
     * **Chains** move the guide's draws towards the posterior; W is that of
       :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted ones,
-      unbiased for both. An adaptive step size is adapted on ``warmup`` chains of its own and then
-      frozen. Discrete sites of the guide stay where they were drawn, in each chain, and the
-      continuous ones move: W stays unbiased.
-    * **White coordinates** (``coordinates="whitened"``), where the guide is far off: chains from
-      its draws then find too little, by tens of nats, at errors of tenths. A population of chains
-      (two for each coordinate, 50 to 1,000) moves at the posterior, for ``warmup`` windows of five
-      transitions; after each window a normal density is fitted to where it stands, by mean and
-      covariance. The chains that weigh are drawn from the last one, :math:`z = \mu + L u`, and
-      move u:
+      unbiased for both. An adaptive step size is adapted on ``warmup`` separate chains and then
+      frozen. In each chain, discrete sites of the guide keep their values and continuous ones
+      move, so W stays unbiased.
+    * **White coordinates** (``coordinates="whitened"``) are for guides that are far from the
+      posterior. Chains from such draws find too little evidence, by tens of nats, with errors of
+      tenths. First a population of chains (two for each coordinate, 50 to 1,000) runs at the
+      posterior, for ``warmup`` windows of five transitions. After each window a normal density is
+      fitted to its positions, by mean and covariance. The evaluated chains start from the last one,
+      :math:`z = \mu + L u`, and move u:
 
       .. math:: \log w'(u) = \log p(x, z) - \log N(z; \mu, L L^\top), \qquad u \sim N(0, I) .
 
-      What they move is a posterior of about unit scale, whatever the guide's; :math:`\mu` and L are
-      fixed before, so that W stays unbiased. Kernels with ``jitter`` suit it, as
-      ``HMC(num_leapfrog=4, jitter=0.3)``. Modes that the guide does not reach are not found, and
-      discrete sites of the guide are refused.
-    * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.
-      By default a chunk has as many particles as make :math:`2^{23}` numbers at the programs'
-      sites (64 MiB in float64), and works in at most 8 times that, beside a network's hidden
-      layers.
-    * **Nothing is trained**: kernel and schedule are copied, modules are in evaluation mode
-      meanwhile (also those that the programs refer to), and no parameter is left in the store.
-    * **A guide that never ran** has learned nothing: an AutoGuide is refused then, and the initial
-      values of a function's ``pyro.param`` are reported. Call it once if they are what you mean.
-    * **Global latents** that the guide draws give one weight for all data, so that the result is a
-      scalar. It is :math:`p(x)` under their prior, also of held-out data: other data do not count.
-      With ``joint=False`` they are drawn once, and the estimates are of
-      :math:`\log p(x_n \mid \text{globals})`.
+      The posterior of u has about unit scale for any guide. W stays unbiased, because :math:`\mu`
+      and L are fixed first. Use kernels with ``jitter``, such as ``HMC(num_leapfrog=4,
+      jitter=0.3)``. Modes that the guide does not reach are not found. Discrete sites of the guide
+      raise an error.
+    * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum. By
+      default the sites of a chunk have :math:`2^{23}` numbers (64 MiB in float64). Its working
+      memory is at most 8 times that, plus the hidden layers of networks.
+    * **Nothing is trained**: kernel and schedule are copied, all modules that the model and guide
+      use are in evaluation mode meanwhile, and no parameter is left in the store.
+    * **A guide that never ran**: an AutoGuide raises an error, and the initial values of a
+      function's ``pyro.param`` are logged. To use these values, call the guide once.
+    * **Global latents** that the guide draws: all data share one weight, and the result is a
+      scalar. It is :math:`\log p(x)` under the prior of the global latents, for held-out data too.
+      With ``joint=False`` they are drawn once, and the estimates are of :math:`\log p(x_n \mid
+      \text{globals})`.
     * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
-      unobserved site of ``obs_mask=``) count in the model too, by their own prior, if nothing
-      that the model counts reads them: the evidence is that of what is observed. Training
-      objectives take the masks as they are, as Pyro's do, and are then no bounds.
-    * **Where all latents are summed**, and the guide draws nothing, the evidence is exact.
+      unobserved site of ``obs_mask=``) count in the model too, by their own prior, if no counted
+      factor of the model depends on them. The evidence is then that of the observed entries.
+      Training objectives use the masks as they are, as Pyro's do, and are then no bounds.
+    * **If all latents are summed** and the guide draws nothing, the evidence is exact.
     * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
       Pareto k is not known (NaN) unless all states are kept.
-    * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
-      leaves the present one as it was. Other chunk sizes are other draws.
+    * **Random numbers** come from PyTorch's generators; ``seed`` uses a separate stream and leaves
+      the generators unchanged. Results depend on the chunk size through the draws.
 
     :param model: a Pyro model.
     :param guide: its guide.
@@ -333,7 +341,7 @@ def log_evidence(
           which are drawn otherwise.
         * ``progress=None``: show a bar, if ``tqdm`` is installed; None does on a terminal and in
           notebooks, for what takes longer than two seconds.
-    :returns: a :class:`LogEvidence`.
+    :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides of point masses alone,
         point masses in the data's plates, chains where no latent is continuous, guides that never
         ran, masks and scales that do not cancel, log weights that are not a number; naming the site
@@ -360,17 +368,17 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
-    programs, given = prepare(log_evidence, model, guide, args, model_kwargs, options)
+    programs, settings = prepare(log_evidence, model, guide, args, model_kwargs, options)
     check_flag("keep_log_weight", keep_log_weight)
-    with weights_of(programs, given, given.annealing()) as weights:
-        return estimate(weights, given.num_particles, keep_log_weight)
+    with weights_of(programs, settings, settings.annealing()) as weights:
+        return estimate(weights, settings.num_particles, keep_log_weight)
 
 
 @contextmanager
 def weights_of(
     programs: Programs, options: Options, annealing: Annealing | None = None
 ) -> Iterator[ImportanceSampler]:
-    """The weights of programs, or of their chains."""
+    """Yield the weights of a model and guide, or of their chains."""
     with (
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
@@ -387,7 +395,7 @@ def _make_weights(
     annealing: Annealing | None = None,
     progress: Progress | None = None,
 ) -> ImportanceSampler:
-    """The weights of programs that are being evaluated."""
+    """Make the weights of a model and guide in evaluation mode."""
     progress = progress or Progress("evaluating", show=False)
     if not isinstance(poutine.unwrap(programs.guide), TruncatedPosterior):
         return ImportanceSampler(programs, options, progress, annealing)
@@ -400,7 +408,7 @@ def importance_sampler(
     programs: Programs, options: Options, annealing: Annealing | None = None
 ) -> Iterator[ImportanceSampler]:
     """
-    The weights for evaluators that move draws of the guide.
+    Yield the weights for evaluators that move draws of the guide.
 
     :raises ValueError: for a guide of states.
     """
@@ -415,7 +423,9 @@ def importance_sampler(
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
-    """The evidence by the guide's weights, and by chains, where they were asked for; else twice."""
+    """
+    Return the evidence by the guide's weights and by chains; both are the same without chains.
+    """
     annealing = options.annealing()
     with weights_of(programs, options) as weights:
         guide = estimate(weights, options.num_particles)
@@ -431,11 +441,11 @@ def estimate(
     all_labellings: bool = True,
 ) -> LogEvidence:
     """
-    The evidence, by the weights of an importance sampler, of its chains, or of states.
+    Estimate the evidence by the weights of an importance sampler, its chains, or states.
 
     :param all_labellings: add what other labellings of exchangeable components add.
     """
-    summary, kept, acceptance = WeightSummary(num_particles), [], []
+    summary, log_weights, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
         log_weight, runs, rates = weights.weigh(count)
         weights.check(log_weight, runs)
@@ -443,7 +453,7 @@ def estimate(
         if rates is not None:
             acceptance.append(count * rates)
         if keep_log_weight:
-            kept.append(log_weight)
+            log_weights.append(log_weight)
     bound, annealing = weights.bound(summary), weights.annealing
     labellings = None
     if all_labellings and not isinstance(weights, StateWeights):
@@ -459,8 +469,8 @@ def estimate(
         weights.reference.plate_names,
         weights.reference.scale,
         weights.shared(),
-        weights.given,
-        torch.cat(kept) if kept else None,
+        weights.fixed_latents,
+        torch.cat(log_weights) if log_weights else None,
         torch.stack(acceptance).sum(0) / num_particles if acceptance else None,
         None if annealing is None else annealing.kernel.step_size().detach().clone(),
         annealing is not None and annealing.whitens,
@@ -479,11 +489,11 @@ def log_evidence_loader(
     **options: Any,
 ) -> LogEvidence:
     r"""
-    :func:`log_evidence` over the batches of a :class:`~torch.utils.data.DataLoader`, or any other
-    iterable, side by side along the data's plate.
+    Estimate the log evidence of the batches of a :class:`~torch.utils.data.DataLoader` or another
+    iterable, concatenated along the data's plate.
 
     The step size of chains adapts on the first batch and is the same for the others. ``total`` is
-    the sum over the data that the loader gave, whatever N a plate declares.
+    the sum over the data of the loader, for any N that a plate declares.
 
     :param batches: tuples and lists are the programs' arguments, mappings their keyword arguments,
         anything else their only argument.
@@ -494,7 +504,7 @@ def log_evidence_loader(
     :param str plate: along which plate the batches lie, where the programs nest several.
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`LogEvidence`.
+    :returns: a :class:`.LogEvidence`.
     :raises ValueError: where the latents are weighed over all data, whose evidence is not the sum
         of those of batches; for no batch at all; and as :func:`log_evidence`.
 
@@ -511,30 +521,32 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    given = Options(**options)
+    settings = Options(**options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
-    annealing = given.annealing()
-    found = []
-    with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
-        for batch in with_progress(batches, "log evidence", given.progress):
+    annealing = settings.annealing()
+    evidences = []
+    with evaluation_mode(model, guide, seed=settings.seed), torch.no_grad():
+        for batch in with_progress(batches, "log evidence", settings.progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
             with outside_inference_mode(programs) as programs:
                 if annealing is not None:
                     annealing.whitening = None  # that of another posterior
-                weights = _make_weights(programs, given, annealing)
+                weights = _make_weights(programs, settings, annealing)
                 _check_batches(weights)
-                found.append(estimate(weights, given.num_particles, keep_log_weight))
-    if not found:
+                evidences.append(estimate(weights, settings.num_particles, keep_log_weight))
+    if not evidences:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
-    return _side_by_side(found, plate)
+    return _concatenated(evidences, plate)
 
 
 def _check_loader(batches: object) -> None:
     """
+    Check that the batches are iterable and will be split correctly.
+
     :raises ValueError: for what is no iterable of batches, or would be split in a wrong way.
     """
     if isinstance(batches, Tensor | Mapping | str):
@@ -559,9 +571,9 @@ def _check_batches(weights: ImportanceSampler) -> None:
         )
 
 
-def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
-    first, sizes = found[0], [f.log_evidence.numel() for f in found]
-    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in found):
+def _concatenated(evidences: list[LogEvidence], plate: str | None) -> LogEvidence:
+    first, sizes = evidences[0], [f.log_evidence.numel() for f in evidences]
+    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in evidences):
         raise ValueError(
             "the batches have factors outside the data's plates, and other ones in each: put "
             "these observations into the plate"
@@ -569,16 +581,16 @@ def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
     dim = _dim(first, plate)
     data = "log_evidence", "standard_error", "effective_sample_size", "pareto_k", "bound"
     changes: dict[str, Any] = {
-        name: torch.cat([getattr(f, name) for f in found], dim) for name in data
+        name: torch.cat([getattr(f, name) for f in evidences], dim) for name in data
     }
-    rates = [f.acceptance for f in found if f.acceptance is not None]
+    rates = [f.acceptance for f in evidences if f.acceptance is not None]
     if rates:
         parts = [n * rate for n, rate in zip(sizes, rates, strict=True)]
         changes["acceptance"] = torch.stack(parts).sum(0) / sum(sizes)
-    kept = [f.log_weight for f in found if f.log_weight is not None]
-    if kept:
-        changes["log_weight"] = torch.cat(kept, dim + 1)
-    labellings = [f.labellings for f in found if f.labellings is not None]
+    log_weights = [f.log_weight for f in evidences if f.log_weight is not None]
+    if log_weights:
+        changes["log_weight"] = torch.cat(log_weights, dim + 1)
+    labellings = [f.labellings for f in evidences if f.labellings is not None]
     # Where one batch does not say what was added, as much may be missing in all.
     changes["labellings"] = min(labellings, key=lambda e: e.added or 0.0, default=None)
     return replace(first, **changes, scale=1.0)

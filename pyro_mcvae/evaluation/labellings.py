@@ -24,7 +24,7 @@ from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import FactorKey, Message, Site, first_line, plate_frames, plate_key
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure import provenance
 from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _LARGEST, _SMALL = 64, 8
 _FEWEST, _EVALUATIONS = 50, 5000
 # Share of the guide's density at its own labelling, beside one with two components exchanged: from
 # here on they do not overlap; below the other one the guide draws both.
-_APART, _BOTH = 0.99, 0.55
+_SEPARATE, _BOTH = 0.99, 0.55
 
 # What is permuted: dims of sites, from the right; or, where the dim is None, the values of a
 # discrete site, or several sites of one form.
@@ -60,15 +60,15 @@ class Labellings:
     r"""
     Exchangeable components: permutations of latents that change no density of the model.
 
-    A posterior then has as many equal modes as there are labellings, K! for K components. A guide
-    that draws one of them finds the evidence of one mode; where the modes do not overlap, that of
-    all is larger by log K!, which is added.
+    The posterior then has equal modes, K! for K components. A guide that draws one of them
+    estimates the evidence of one mode. If the modes do not overlap, the full evidence is larger by
+    log K!, which is added.
 
     :ivar sites: the latents that are permuted, by group.
     :ivar sizes: how many components each group has.
-    :ivar added: what was added to the log evidence that the guide's own weights have: ``log_count``
-        where the guide draws one of the labellings and these do not overlap. None where that is
-        not so, or not known: then as much may be missing.
+    :ivar added: what was added to the log evidence of the guide's weights: ``log_count`` if the
+        guide draws one of the labellings and these do not overlap. Otherwise None: then up to
+        ``log_count`` may be missing.
     """
 
     sites: tuple[tuple[str, ...], ...]
@@ -77,12 +77,12 @@ class Labellings:
 
     @property
     def log_count(self) -> float:
-        """The log number of labellings."""
+        """Return the log number of labellings."""
         return sum(math.lgamma(size + 1) for size in self.sizes)
 
     @property
     def short(self) -> str:
-        """What is exchangeable, and what that adds."""
+        """Return which sites are exchangeable, and what that adds to the evidence."""
         names = "; ".join(", ".join(names) for names in self.sites)
         count = f"log {' '.join(f'{size}!' for size in self.sizes)} = {self.log_count:.3f}"
         if self.added is None:
@@ -95,13 +95,12 @@ class Labellings:
 
 def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
     """
-    Find what is exchangeable, and whether the guide draws one of the labellings.
+    Find exchangeable components, and whether the guide draws one of the labellings.
 
-    Exchangeability is tested, not assumed: transpositions must leave log p(x, z) as it is at
-    several draws, to rounding.
+    Transpositions must leave log p(x, z) unchanged at several draws, up to rounding.
 
-    :param num_particles: how many weights the evidence has, which bounds the work of this.
-    :returns: None where nothing is, and where the guide draws labellings alike.
+    :param num_particles: the number of weights of the evidence, a limit of the work.
+    :returns: None without exchangeable components, and if the guide draws all labellings equally.
     """
     generators = rng_state()
     try:
@@ -128,10 +127,10 @@ class _Search:
     def __init__(self, sampler: ImportanceSampler, num_particles: int) -> None:
         self.sampler, self.tester, self.budget = sampler, sampler, num_particles
         # Rows at which exchangeability is tested.
-        self._left = max(100, num_particles) * (1 if sampler.loops else 4)
+        self._evaluations_left = max(100, num_particles) * (1 if sampler.loops else 4)
         self.reference = sampler.reference
         nodes = self.reference.runs[0].model_trace.nodes
-        fixed = sampler.held | self.reference.structure.global_sites.model
+        fixed = sampler.fixed_sites | self.reference.structure.global_sites.model
         drawn = self.reference.runs[0].guide_trace
         self.sites = {
             n: s for n, s in nodes.items() if is_latent(s) and n in drawn and n not in fixed
@@ -152,28 +151,33 @@ class _Search:
             # the model is tested by the densities of its prior, and the guide's are not known.
             _logger.info("the guide has no density at given latents: %s", first_line(error))
             self.tester = self.sampler.of_prior()
-        groups = [g for size, own in axes.items() for g in self._groups(size, own, draws)]
+        groups = [
+            g for size, same_size in axes.items() for g in self._groups(size, same_size, draws)
+        ]
         if not groups:
             return None
-        found = Labellings(tuple(g.sites for g in groups), tuple(len(g.entries) for g in groups))
+        result = Labellings(tuple(g.sites for g in groups), tuple(len(g.entries) for g in groups))
         if self.tester is not self.sampler:
-            return found
+            return result
         swaps = [(g.axis, pair) for g in groups for pair in itertools.combinations(g.entries, 2)]
         count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(swaps)))
         drawn = self.sampler.draw(count)
-        own = self._own_share(self._values(drawn), swaps)
-        if bool((own.mean(1) < _BOTH).all()):
+        relative_density = self._relative_density(self._values(drawn), swaps)
+        if bool((relative_density.mean(1) < _BOTH).all()):
             return None
-        apart = _are_apart(own, drawn.log_weight)
-        if apart and self.sampler.annealing is not None:
+        separate = _are_separate(relative_density, drawn.log_weight)
+        if separate and self.sampler.annealing is not None:
             # Chains that reach other labellings by themselves weigh these, too.
             ends, weights = self._ends()
-            apart = _are_apart(self._own_share(self._values(ends), swaps), weights)
-        return Labellings(found.sites, found.sizes, found.log_count if apart else None)
+            separate = _are_separate(self._relative_density(self._values(ends), swaps), weights)
+        return Labellings(result.sites, result.sizes, result.log_count if separate else None)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
-        """What may be permuted, and of how many entries: what has a plate in common is together."""
-        own = {key for block in self.reference.blocks for key in block.plates}
+        """
+        Return the axes that may be permuted, by size; sites in a common plate are permuted
+        together.
+        """
+        data_plates = {key for block in self.reference.blocks for key in block.plates}
         plates: dict[tuple[str, int], list[tuple[tuple[str, ...], int]]] = defaultdict(list)
         forms: dict[object, list[str]] = defaultdict(list)
         for name, site in self.sites.items():
@@ -181,7 +185,7 @@ class _Search:
             for dim in range(-fn.event_dim, 0):
                 yield value.shape[dim], (((name,), dim),)
             for frame in plate_frames(site):
-                if frame.dim is not None and plate_key(frame) not in own:
+                if frame.dim is not None and plate_key(frame) not in data_plates:
                     dim = frame.dim - fn.event_dim
                     if -dim <= value.dim():
                         plates[frame.name, value.shape[dim]].append(((name,), dim))
@@ -195,54 +199,59 @@ class _Search:
             yield len(names), ((tuple(names), None),)
 
     def _groups(self, size: int, axes: Sequence[Axis], draws: Mapping[str, Tensor]) -> list[Group]:
-        """The exchangeable entries of axes of one size: of each by itself, or of several."""
-        found: list[Group] = []
+        """
+        Return the exchangeable entries of axes of one size: of each alone, or of several together.
+        """
+        groups: list[Group] = []
         pairs = [(i, i + 1) for i in range(size - 1)]
         if size <= _SMALL:
             pairs = list(itertools.combinations(range(size), 2))
         subsets = (itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
         for chosen in itertools.chain.from_iterable(subsets):
             axis = tuple(itertools.chain.from_iterable(chosen))
-            if any(set(axis) & set(group.axis) for group in found):
+            if any(set(axis) & set(group.axis) for group in groups):
                 continue
             # A few pairs tell whether any may be exchanged, where there are many.
             few = pairs[:: max(1, len(pairs) // _SMALL)]
             if any(self._invariant(draws, axis, few)):
                 same = self._invariant(draws, axis, pairs)
-                found += [Group(axis, e) for e in _classes(size, itertools.compress(pairs, same))]
-        return found
+                groups += [Group(axis, e) for e in _classes(size, itertools.compress(pairs, same))]
+        return groups
 
     def _invariant(
         self, draws: Mapping[str, Tensor], axis: Axis, pairs: Sequence[tuple[int, int]]
     ) -> list[bool]:
-        """Of each pair of entries, whether exchanging them leaves the joint density as it is."""
-        self._left -= _DRAWS * (1 + len(pairs))
-        if self._left < 0:
+        """
+        Return, for each pair of entries, whether exchanging them leaves the joint density
+        unchanged.
+        """
+        self._evaluations_left -= _DRAWS * (1 + len(pairs))
+        if self._evaluations_left < 0:
             return [False] * len(pairs)
         before = self._densities(draws)
         moved = [_exchanged(draws, axis, pair) for pair in pairs]
         after = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
-        found = []
+        invariant = []
         for latents, joint in zip(moved, after.joint.split(_DRAWS), strict=True):
             moves = [(latents[n] != v).reshape(len(v), -1).any(1) for n, v in draws.items()]
             rounding = _ROUNDING * torch.finfo(before.size.dtype).eps * before.size
             same = (joint - before.joint).abs() <= rounding
-            found.append(bool(same.all() and torch.stack(moves).any(0).all()))
-        return found
+            invariant.append(bool(same.all() and torch.stack(moves).any(0).all()))
+        return invariant
 
-    def _own_share(
+    def _relative_density(
         self, latents: Mapping[str, Tensor], swaps: Sequence[tuple[Axis, tuple[int, int]]]
     ) -> Tensor:
         """
-        The guide's density at latents as a share of that with two entries exchanged besides, for
-        each pair of entries: shape ``[pairs, rows, *plates]``.
+        Return q(z) / (q(z) + q(z')) of the guide, with two entries of z exchanged in z', for each
+        pair of entries: shape ``[pairs, rows, *plates]``.
         """
         at = self._densities(latents).guide
-        others = [self._densities(_exchanged(latents, *swap)).guide for swap in swaps]
-        return (at - torch.stack(others)).sigmoid()
+        exchanged = [self._densities(_exchanged(latents, *swap)).guide for swap in swaps]
+        return (at - torch.stack(exchanged)).sigmoid()
 
     def _ends(self) -> tuple[WeightedParticles, Tensor]:
-        """Where chains of the sampler's end, and their log weights."""
+        """Return the final positions of the sampler's chains, and their log weights."""
         chain, density = self.sampler.chain(min(self.budget, _FEWEST))
         position = chain.state.position.detach()
         if isinstance(density, WhitenedDensity):
@@ -265,9 +274,16 @@ class _Search:
         return _Densities(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
-def _are_apart(own: Tensor, log_weight: Tensor) -> bool:
-    """Whether labellings do not overlap where the weights are, nor where the draws are."""
-    return bool((torch.minimum((log_weight.softmax(0) * own).sum(1), own.mean(1)) >= _APART).all())
+def _are_separate(relative_density: Tensor, log_weight: Tensor) -> bool:
+    """Return whether labellings do not overlap, neither at the weights nor at the draws."""
+    return bool(
+        (
+            torch.minimum(
+                (log_weight.softmax(0) * relative_density).sum(1), relative_density.mean(1)
+            )
+            >= _SEPARATE
+        ).all()
+    )
 
 
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:
@@ -288,7 +304,7 @@ def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -
 
 
 def _cardinality(site: Site) -> int:
-    """How many values a discrete site has, from 0 on; 0 where it has other ones."""
+    """Return the number of values of a discrete site with values 0, 1, ...; 0 for other sites."""
     fn = site["fn"]
     if not known_support(fn).is_discrete or not getattr(fn, "has_enumerate_support", False):
         return 0
@@ -299,23 +315,23 @@ def _cardinality(site: Site) -> int:
 def _exchanged(
     latents: Mapping[str, Tensor], axis: Axis, pair: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The latents with two entries exchanged."""
-    found, (i, j) = dict(latents), pair
+    """Return the latents with two entries exchanged."""
+    exchanged, (i, j) = dict(latents), pair
     for names, dim in axis:
-        value = found[name := names[0]]
+        value = exchanged[name := names[0]]
         if len(names) > 1:
-            found[names[i]], found[names[j]] = latents[names[j]], latents[names[i]]
+            exchanged[names[i]], exchanged[names[j]] = latents[names[j]], latents[names[i]]
         elif dim is None:
-            found[name] = torch.where(value == i, j, torch.where(value == j, i, value))
+            exchanged[name] = torch.where(value == i, j, torch.where(value == j, i, value))
         else:
             index = torch.arange(value.shape[dim], device=value.device)
             index[[i, j]] = index[[j, i]]
-            found[name] = value.index_select(dim, index)
-    return found
+            exchanged[name] = value.index_select(dim, index)
+    return exchanged
 
 
 def _classes(size: int, linked: Iterator[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The entries that exchange with each other, where there are several."""
+    """Return the sets of entries that can be exchanged with each other."""
     label = list(range(size))
     for i, j in linked:
         label = [label[i] if k == label[j] else k for k in label]
@@ -327,9 +343,9 @@ def guide_values(
     programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """
-    The values of the guide's random sites at which its latents are the given ones.
+    Return the values of the guide's random sites at which its latents have the given values.
 
-    AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
+    AutoGuides draw auxiliary sites, and the latents are functions of them: a site is inverted where
     it holds the unconstrained values of the latents that follow from it, side by side.
 
     :param reference: an execution of both programs.
@@ -338,11 +354,11 @@ def guide_values(
     run = reference.runs[0]
     sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}
     random = [n for n, s in sites.items() if is_random(s)]
-    found = {n: latents[n] for n in random if n in latents}
+    values = {n: latents[n] for n in random if n in latents}
     missing = [n for n in random if n not in latents]
     if not missing:
-        return found
-    parents = dependencies.find_dependencies(
+        return values
+    parents = provenance.find_dependencies(
         programs, frozenset(random), reference.subsamples
     ).factors
     for name in missing:
@@ -362,14 +378,14 @@ def guide_values(
             )
         value = _unconstrained(run, follow, latents, shape)
         assert value is not None
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _unconstrained(
     run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
 ) -> Tensor | None:
-    """What is unconstrained of the values, which may have any leading dims."""
+    """Return the unconstrained values, which may have any leading dims."""
     nodes, parts, lead = run.model_trace.nodes, [], torch.Size()
     for name in follow:
         site, value = nodes[name], values[name]

@@ -68,29 +68,32 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     before = [dict(table) for table in tables]
     generators = rng_state() if seed is not None else None
     try:
-        for name, own in _own_parameters(*programs).items():
-            if name in store and store._params[name] is not own.value:
+        for name, parameter in _own_parameters(*programs).items():
+            if name in store and store._params[name] is not parameter.value:
                 del store[name]  # another module's
-            _warn_of_shared(name, own)
+            _warn_of_shared(name, parameter)
         with evaluation_modules(roots):
             if seed is not None:
                 pyro.set_rng_seed(seed)
             yield
     finally:
-        for table, kept in zip(tables, before, strict=True):
+        for table, before_table in zip(tables, before, strict=True):
             table.clear()
-            table.update(kept)
+            table.update(before_table)
         if generators is not None:
             set_rng_state(generators)
 
 
-def check_own_parameters(pairs: Mapping[str, Programs]) -> None:
+def check_separate_parameters(pairs: Mapping[str, Programs]) -> None:
     """
+    Check that no two modules of different pairs have the same tensor by the same name: the later
+    module would have taken it from the store and trained it.
+
     :raises ValueError: where two modules of different pairs hold the same tensor by the same name:
         the later one has taken it out of the store, and trained it.
     """
-    own = {name: _own_parameters(*programs.pair) for name, programs in pairs.items()}
-    for (one, mine), (two, theirs) in itertools.combinations(own.items(), 2):
+    parameters = {name: _own_parameters(*programs.pair) for name, programs in pairs.items()}
+    for (one, mine), (two, theirs) in itertools.combinations(parameters.items(), 2):
         for name in sorted(mine.keys() & theirs.keys()):
             a, b = mine[name], theirs[name]
             if a.module is not b.module and a.value is b.value:
@@ -101,33 +104,36 @@ def check_own_parameters(pairs: Mapping[str, Programs]) -> None:
                 )
 
 
-class _Own(NamedTuple):
+class _OwnParameter(NamedTuple):
     """A parameter that a module holds itself."""
 
     module: PyroModule
     value: Tensor
 
 
-def _own_parameters(*programs: Program) -> dict[str, _Own]:
-    """By the name in the store: what PyroModules take from there, rather than their own."""
-    found = {}
+def _own_parameters(*programs: Program) -> dict[str, _OwnParameter]:
+    """Return, by name in the store, the parameters of PyroModules."""
+    parameters = {}
     for module in (m for root in find_modules(*programs) for m in root.modules()):
         if isinstance(module, PyroModule) and module._pyro_context.used:
             for parameter in module._pyro_params:
                 name = module._pyro_get_fullname(parameter)
-                own = found[name] = _Own(module, getattr(module, f"{parameter}_unconstrained"))
-                _HOLDERS.setdefault(own.value, weakref.WeakKeyDictionary())[module] = name
-    return found
+                entry = parameters[name] = _OwnParameter(
+                    module, getattr(module, f"{parameter}_unconstrained")
+                )
+                _HOLDERS.setdefault(entry.value, weakref.WeakKeyDictionary())[module] = name
+    return parameters
 
 
-def _warn_of_shared(name: str, own: _Own) -> None:
+def _warn_of_shared(name: str, parameter: _OwnParameter) -> None:
     """Warn of a parameter that another module, seen before, has by the same name."""
-    holders = _HOLDERS.get(own.value, {})
-    if any(known == name and module is not own.module for module, known in holders.items()):
+    holders = _HOLDERS.get(parameter.value, {})
+    if any(known == name and module is not parameter.module for module, known in holders.items()):
         warnings.warn(
-            f"parameter '{name}' of {type(own.module).__name__} is one and the same in another "
-            f"module: Pyro's parameter store knows parameters by name, and gave those of the first "
-            f"to the second. What is evaluated is what was trained last: {_REMEDY}",
+            f"parameter '{name}' of {type(parameter.module).__name__} is one and the same in "
+            f"another module: Pyro's parameter store knows parameters by name, and gave "
+            f"those of the first to the second. What is evaluated is what was trained "
+            f"last: {_REMEDY}",
             stacklevel=7,
         )
 
@@ -212,7 +218,7 @@ class Annealing:
 
     def transition(self, programs: Programs, count: int | None = None) -> Transition:
         """
-        What moves the chains: the kernel; for many transitions recorded once and replayed.
+        Return the kernel; for many transitions, a recorded one.
 
         :param count: how many there will be, if not those along the schedule.
         """
@@ -234,7 +240,7 @@ class Annealing:
 
     @property
     def adapts(self) -> bool:
-        """Whether the step size is still to be found."""
+        """Return whether the step size still has to adapt."""
         step_size = self.kernel.step_size
         return isinstance(step_size, AdaptiveStepSize) and step_size.training and self.warmup > 0
 
@@ -247,7 +253,9 @@ class Annealing:
         step_size.update(acceptance, gradient)
 
     def freeze(self) -> None:
-        """From here on every chain is the same, which an unbiased estimate needs."""
+        """
+        Fix the step size, so that all later chains are the same, as an unbiased estimate requires.
+        """
         self.kernel.eval()
 
 
@@ -259,7 +267,7 @@ def make_annealing(
     without: str = LEAVE_OUT,
 ) -> Annealing | None:
     """
-    An :class:`Annealing` of what a user gave; None if that is nothing.
+    Make an :class:`Annealing` of the user's options; None if there are none.
 
     :param str without: as in :class:`Annealing`.
     :raises ValueError: for what is no kernel or schedule.
@@ -288,13 +296,13 @@ _LARGEST = 1 << 24
 
 
 def population(dim: int) -> int:
-    """How many chains show the covariance of so many coordinates."""
+    """Return the number of chains that determine the covariance of so many coordinates."""
     return min(_MOST, max(_FEWEST, _PER_COORDINATE * dim))
 
 
 def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
     r"""
-    The map to white coordinates, after ``annealing.warmup`` windows of five transitions.
+    Return the map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
     The chains begin at the guide's draws and move with respect to the posterior itself. After each
     window coordinates are white with respect to where they stand then, and the step size has
@@ -317,17 +325,17 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
         )
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST
-    found = Whitening.none(position, movable, dense)
+    whitening = Whitening.none(position, movable, dense)
     betas = position.new_ones(MOVES + 1)
     for turn in range(annealing.warmup):
-        white = WhitenedDensity(density, found)
-        chain = anneal(white(found.white(position)), betas, transition, white, movable)
+        white = WhitenedDensity(density, whitening)
+        chain = anneal(white(whitening.white(position)), betas, transition, white, movable)
         if not chain.infos:
             break  # nothing can move
         annealing.adapt(turn, chain.mean_acceptance, None)
-        position = found.position(chain.state.position)
-        found = found.refined(chain.state.position)
-    return found
+        position = whitening.position(chain.state.position)
+        whitening = whitening.refined(chain.state.position)
+    return whitening
 
 
 # What all evaluators take: the model and the guide with their arguments, and the same options.
@@ -378,7 +386,7 @@ class Options:
     progress: bool | None = None
 
     def chunk(self, numbers: int) -> int:
-        """How many particles are run at once, each of so many numbers."""
+        """Return the number of particles that run at once, for so many numbers each."""
         return self.chunk_size or max(1, _CHUNK // max(1, numbers))
 
     def __post_init__(self) -> None:
@@ -392,7 +400,7 @@ class Options:
         check_flag("progress", self.progress, or_none=True)
 
     def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:
-        """The transitions that were asked for; see :func:`make_annealing`."""
+        """Return the requested transitions; see :func:`make_annealing`."""
         return make_annealing(self.schedule, self.kernel, self.coordinates, self.warmup, without)
 
 
@@ -417,7 +425,7 @@ def prepare(
     """
     name, shared = evaluator.__name__, {f.name for f in fields(Options)}
     options = {n: v for n, v in keywords.items() if n in shared}
-    rest = {n: v for n, v in keywords.items() if n not in shared}
+    keywords_of_model = {n: v for n, v in keywords.items() if n not in shared}
     parameters = inspect.signature(evaluator).parameters.values()
     ambiguous = {*options, *(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)}
     if model_kwargs is not None:
@@ -426,14 +434,14 @@ def prepare(
                 f"model_kwargs must be a dict of the programs' keyword arguments, got "
                 f"{model_kwargs!r}"
             )
-        for other in rest:
+        for keyword in keywords_of_model:
             raise TypeError(
-                f"{name} has no option '{other}': with model_kwargs=, put all keyword arguments "
+                f"{name} has no option '{keyword}': with model_kwargs=, put all keyword arguments "
                 f"of the programs into it"
             )
-        rest = dict(model_kwargs)
-        ambiguous = {"model_kwargs"} - set(rest)
-    programs = Programs(model, guide, args, rest)
+        keywords_of_model = dict(model_kwargs)
+        ambiguous = {"model_kwargs"} - set(keywords_of_model)
+    programs = Programs(model, guide, args, keywords_of_model)
     for role, program in (("model", model), ("guide", guide)):
         for option in sorted(ambiguous & _open_arguments(program, args)):
             raise ValueError(
@@ -445,7 +453,7 @@ def prepare(
 
 
 def _signature(program: Program) -> inspect.Signature | None:
-    """What a program takes, as far as it says; what is wrapped may take other arguments."""
+    """Return the signature of a program; None for a wrapper, which may take other arguments."""
     target = program.forward if isinstance(program, nn.Module) else program
     try:
         return inspect.signature(target, follow_wrapped=False)
@@ -454,7 +462,7 @@ def _signature(program: Program) -> inspect.Signature | None:
 
 
 def _open_arguments(program: Program, args: tuple[object, ...]) -> set[str]:
-    """The named arguments of a program that positional ones leave open."""
+    """Return the named arguments of a program that are not passed by position."""
     if (signature := _signature(program)) is None:
         return set()
     parameters = list(signature.parameters.values())
@@ -497,9 +505,9 @@ def check_call(programs: Programs) -> None:
         try:
             signature.bind(*programs.args, **programs.kwargs)
         except TypeError as error:
-            given = [*programs.args, *programs.kwargs.values()]
+            arguments = [*programs.args, *programs.kwargs.values()]
             raise ValueError(
                 f"the {role} cannot be called with a batch, whose entries are its arguments "
-                f"({', '.join(type(a).__name__ for a in given)}): {error}. Pass to_args=..., which "
-                f"makes the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
+                f"({', '.join(type(a).__name__ for a in arguments)}): {error}. Pass to_args=..., "
+                f"which makes the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
             ) from error

@@ -21,7 +21,7 @@ from pyro_mcvae.programs.types import Program
 
 
 def choose(log_weight: Tensor) -> Tensor:
-    """The index of one candidate per draw and datum, ``[count, *plates]``."""
+    """Draw the index of one candidate per draw and datum, ``[count, *plates]``."""
     # Where every candidate has weight zero, none is better than another.
     hopeless = log_weight.isneginf().all(1, keepdim=True)
     logits = torch.where(hopeless, 0.0, log_weight)
@@ -29,8 +29,10 @@ def choose(log_weight: Tensor) -> Tensor:
     return (logits + noise).argmax(1)
 
 
-def take_chosen(value: Tensor, chosen: Tensor) -> Tensor:
-    """Of ``[count * candidates, *plates, ...]`` the chosen ones, ``[count, *plates, ...]``."""
+def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
+    """
+    Select the chosen ones of ``[count * candidates, *plates, ...]``: ``[count, *plates, ...]``.
+    """
     grouped = value.unflatten(0, (len(chosen), -1))
     index = chosen.unsqueeze(1)
     index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
@@ -52,7 +54,7 @@ def refine(
     **options: Any,
 ) -> PosteriorDraws:
     r"""
-    Draws from the posterior :math:`p(z \mid x)`, made of the guide's.
+    Draw from the posterior :math:`p(z \mid x)`, starting with draws of the guide.
 
     Each draw is chosen among ``num_particles`` candidates :math:`z^k`, per datum, with probability
 
@@ -78,7 +80,7 @@ def refine(
     :param int num_transitions: transitions at the end, with an adjusted kernel.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`; ``num_particles=10`` are the candidates per draw.
-    :returns: :class:`PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
+    :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 
@@ -104,50 +106,52 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    programs, given = prepare(refine, model, guide, args, model_kwargs, options, num_particles=10)
+    programs, settings = prepare(
+        refine, model, guide, args, model_kwargs, options, num_particles=10
+    )
     num_samples = check_count("num_samples", num_samples)
     num_transitions = check_count("num_transitions", num_transitions, 0)
-    if num_transitions and given.schedule is None and given.kernel is None:
-        given = replace(given, schedule=1)
-    annealing = given.annealing(_LEAVE_OUT_ALL if num_transitions else LEAVE_OUT)
+    if num_transitions and settings.schedule is None and settings.kernel is None:
+        settings = replace(settings, schedule=1)
+    annealing = settings.annealing(_LEAVE_OUT_ALL if num_transitions else LEAVE_OUT)
     if num_transitions and annealing is not None and not annealing.kernel.adjusted:
         raise ValueError(
             f"num_transitions={num_transitions} needs a kernel that leaves the posterior "
             f"invariant, which {type(annealing.kernel).__name__} does not: use HMC, MALA or "
             f"RandomWalk, or num_transitions=0"
         )
-    candidates = given.num_particles
+    candidates = settings.num_particles
     summary, parts, done = WeightSummary(num_samples * candidates), [], 0
-    with importance_sampler(programs, given, annealing) as sampler:
+    with importance_sampler(programs, settings, annealing) as sampler:
         # A draw needs all of its candidates at once.
-        size = 1 if sampler.holds_draws else max(1, sampler.chunk_size // candidates)
+        size = 1 if sampler.has_fixed_draws else max(1, sampler.chunk_size // candidates)
         sampler.progress.expect(num_samples * candidates)
         while done < num_samples:
-            if sampler.holds_draws and done:
+            if sampler.has_fixed_draws and done:
                 sampler.renew()
             count = min(size, num_samples - done)
             parts.append(_refined(sampler, count, candidates, num_transitions, summary))
             done += count
             if annealing is None:
                 sampler.progress.step(count * candidates)
-        found = _joined(parts)
-        found.pareto_k = summary.pareto_k.to(found.log_weight.dtype)
-        found.step_size = (
+        draws = _joined(parts)
+        draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
+        draws.step_size = (
             None if annealing is None else annealing.kernel.step_size().detach().clone()
         )
-    bad = int((found.pareto_k > 0.7).sum())
+    bad = int((draws.pareto_k > 0.7).sum())
     if candidates > 1 and bad:
         warnings.warn(
-            f"the Pareto k of the weights is above 0.7 for {bad} of {found.pareto_k.numel()} "
-            f"posteriors (largest {float(found.pareto_k.max()):.2f}): their draws may miss what "
+            f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
+            f"posteriors (largest {float(draws.pareto_k.max()):.2f}): their draws may miss what "
             f"the guide misses. {sampler.remedy}",
             stacklevel=2,
         )
-    return found
+    return draws
 
 
 def _joined(parts: list[PosteriorDraws]) -> PosteriorDraws:
-    """Draws one after the other."""
+    """Concatenate draws."""
     draws = parts[0]
     draws.update({n: torch.cat([part[n] for part in parts]) for n in draws})
     draws.log_weight = torch.cat([part.log_weight for part in parts])
@@ -178,17 +182,17 @@ def _refined(
     sampler.check(log_weight, runs)
     summary.add(log_weight)
     chosen = choose(log_weight.reshape(count, candidates, *log_weight.shape[1:]))
-    position = take_chosen(position, chosen)
+    position = select_chosen(position, chosen)
     acceptance = None
     if infos:
         mean = sum(info.acceptance for info in infos) / len(infos)
-        acceptance = take_chosen(torch.as_tensor(mean), chosen)
+        acceptance = select_chosen(torch.as_tensor(mean), chosen)
     if transitions and density is not None:
         position = _move(density, sampler, position, chosen, transitions)
     if isinstance(density, WhitenedDensity):
         position = density.whitening.position(position)
     sample = sampler.with_drawn_states(at(position.detach()).sample)
-    return site_draws(sample, take_chosen(log_weight, chosen), acceptance)
+    return site_draws(sample, select_chosen(log_weight, chosen), acceptance)
 
 
 def _move(
@@ -201,7 +205,7 @@ def _move(
     """Further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
     movable = density.log_weight.movable
-    movable = None if movable is None else take_chosen(movable, chosen)
+    movable = None if movable is None else select_chosen(movable, chosen)
     target = Target(density, position.new_ones(()), movable)
     state = density(position)
     transition = sampler.annealing.transition(sampler.programs, transitions)

@@ -18,8 +18,8 @@ from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
     filled,
+    fraction,
     has_light_tail,
-    share,
     table,
     weights_of,
     with_error,
@@ -58,17 +58,17 @@ _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
 @dataclass(frozen=True)
 class Report:
     """
-    What :func:`report` found, whose example shows one. Tensors have one entry per datum, shape
-    ``[*plates]``.
+    The result of :func:`report`. Tensors have one entry per datum, shape ``[*plates]``.
 
-    :ivar evidence: the :class:`LogEvidence` to compare with: by chains, if they ran.
-    :ivar guide: the :class:`LogEvidence` by importance sampling with the guide alone, whose
-        effective sample size and k-hat tell how well the guide covers the posterior.
+    :ivar evidence: the :class:`.LogEvidence` to compare with: by chains, if they ran.
+    :ivar guide: the :class:`.LogEvidence` by importance sampling with the guide alone, whose
+        effective sample size and k-hat measure how well the guide covers the posterior.
     :ivar discrete: the guide's discrete sites.
-    :ivar prior: the :class:`LogEvidence` by chains from the prior, or why there is none.
-    :ivar chains: those by chains from the guide's draws, the longest last.
-    :ivar no_chains: why there are none, or no longer ones, though the guide's weights leave doubt.
-    :ivar states: how many a datum has, if the guide is a :class:`TruncatedPosterior`.
+    :ivar prior: the :class:`.LogEvidence` by chains from the prior, or the reason for its absence.
+    :ivar chains: the :class:`.LogEvidence` of each length of chains from the guide's draws, the
+        longest last.
+    :ivar no_chains: the reason why no chains, or no longer ones, ran.
+    :ivar states: the number of states of a datum, if the guide is a :class:`TruncatedPosterior`.
     """
 
     evidence: LogEvidence
@@ -81,95 +81,104 @@ class Report:
 
     @property
     def bound(self) -> Tensor:
-        """The ELBO."""
+        """Return the ELBO of each datum."""
         return self.guide.bound
 
     @property
     def gap(self) -> Tensor:
-        """Log evidence minus ELBO, in nats: an estimate of KL(guide || posterior)."""
+        """Return log evidence minus ELBO, in nats: an estimate of KL(guide || posterior)."""
         return self.evidence.log_evidence - self.bound
 
     @property
     def missed(self) -> Tensor:
         r"""
-        Where chains find more of the posterior than the guide's weights, though :math:`\hat k` is
-        good: the guide misses a part of it. By more than their errors allow, with a chance of one
-        in a hundred that any datum is here without reason. False without chains.
+        Return a mask of the data for which the guide misses a part of the posterior: :math:`\hat k`
+        is good, and chains find significantly more evidence. All data together have a chance of one
+        in a hundred of a false alarm. Without chains it is False.
         """
         missed = torch.zeros_like(self._good)
-        for other in (self.evidence, self.prior):
-            more, error, counts, sizes = self._excess(other)
+        for chains in (self.evidence, self.prior):
+            more, error, counts, sizes = self._excess(chains)
             limit = _student_limit(1 - _ALARM / more.numel(), (sizes - 1).clamp_min(1.0))
             missed |= counts & (more > _CLOSE) & (more > limit * error)
         return missed
 
     @property
     def misses(self) -> bool:
-        """Whether the guide misses a part of the posterior, of some datum or of all together."""
+        """
+        Return whether the guide misses a part of the posterior, of one datum or of all together.
+        """
         more, error, counts, _ = self._excess(self.prior)
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
-    def _excess(self, other: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return by how much chains find more evidence than the guide, with its error, where both
         estimates count, and the smaller effective sample size."""
         guide, shape = self.guide, self.guide.log_evidence.shape
-        comparable = not isinstance(other, str) and other.pareto_k.numel() == shape.numel()
-        if isinstance(other, str) or not comparable or share(other.unreliable) > 0.5:
-            other, comparable = guide, False
+        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
+        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
+            chains, comparable = guide, False
         # Chains have no dim for a plate of one datum, which the guide's weights may have.
-        more = other.log_evidence.reshape(shape) - guide.log_evidence
-        error = torch.hypot(other.standard_error.reshape(shape), guide.standard_error)
+        more = chains.log_evidence.reshape(shape) - guide.log_evidence
+        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
         sizes = torch.minimum(
-            other.effective_sample_size.reshape(shape), guide.effective_sample_size
+            chains.effective_sample_size.reshape(shape), guide.effective_sample_size
         )
-        counts = self._good & ~other.unreliable.reshape(shape) & comparable
+        counts = self._good & ~chains.unreliable.reshape(shape) & comparable
         return more, error, counts, sizes
 
     @property
     def _good(self) -> Tensor:
         """
-        Where the guide's weights would show what its draws reach: heavier tails find less, and
-        where many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        Return a mask of the data whose weights are reliable enough for the comparison. Heavier
+        tails find less evidence; if many are heavy, the guide is too narrow, and some k-hats are
+        good by chance.
         """
         light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
-        return light & (share(self.guide.unreliable) <= 0.5)
+        return light & (fraction(self.guide.unreliable) <= 0.5)
 
     @property
-    def looked(self) -> bool:
+    def checked_modes(self) -> bool:
         """Return whether chains from the prior were compared with the guide for most data."""
         _, _, counts, sizes = self._excess(self.prior)
-        return share(~counts | (sizes < 10)) <= 0.5
+        return fraction(~counts | (sizes < 10)) <= 0.5
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
-        """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
+        """
+        Return the data with the largest gaps: their indices in the plates, and the gaps in nats.
+        """
         count = check_count("count", count)
         flat = self.gap.flatten()
-        found = flat.topk(min(count, len(flat)))
+        largest = flat.topk(min(count, len(flat)))
         indices = [
-            tuple(int(i) for i in torch.unravel_index(at, self.gap.shape)) for at in found.indices
+            tuple(int(i) for i in torch.unravel_index(at, self.gap.shape)) for at in largest.indices
         ]
-        return list(zip(indices, found.values.tolist(), strict=True))
+        return list(zip(indices, largest.values.tolist(), strict=True))
 
     @property
     def trusted(self) -> bool:
         r"""
-        Whether the evidence is known within about its errors: for all but a twentieth of the
-        weights, :math:`\hat k` plus two of its errors is at most 0.5, as ``LogEvidence.doubtful``
-        says; or chains four times as long find no more. Never where :math:`\hat k` is above 0.7, or
-        the effective sample size below 10, for more than a twentieth of the weights.
+        Return whether the evidence is known within about its errors. Either :math:`\hat k` plus two
+        of its errors is at most 0.5, as in ``LogEvidence.doubtful``, for all but a twentieth of the
+        weights, or chains of four times the length agree. It is never trusted if :math:`\hat k` is
+        above 0.7, or the effective sample size below 10, for more than a twentieth of the weights.
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
-        if self.misses or open_ended or share(self.evidence.unreliable | self.evidence.few) > _FEW:
+        if (
+            self.misses
+            or open_ended
+            or fraction(self.evidence.unreliable | self.evidence.few) > _FEW
+        ):
             return False
         return _is_sure(self.evidence) or (
-            len(self.chains) > 1 and _settled(self.chains[-2], self.chains[-1])
+            len(self.chains) > 1 and _agree(self.chains[-2], self.chains[-1])
         )
 
     @property
     def advice(self) -> str:
-        """What to try next, in a sentence: the rule of ``docs/choose.md``."""
+        """Return what to try next, in a sentence: the rule of ``docs/choose.md``."""
         return _advice(self)
 
     def __str__(self) -> str:
@@ -189,8 +198,8 @@ class Report:
         if n > 1:
             worst = (f"{i[0] if len(i) == 1 else i} ({gap:.2f})" for i, gap in self.worst())
             lines.append(f"largest gaps: {', '.join(worst)}")
-        if guide.given:
-            lines.append(f"given {', '.join(guide.given)}")
+        if guide.fixed_latents:
+            lines.append(f"given {', '.join(guide.fixed_latents)}")
         if self.no_chains:
             lines.append("no more chains: see no_chains")
         if isinstance(self.prior, str):
@@ -205,46 +214,46 @@ def report(
     model: Program,
     guide: Program,
     *args: object,
-    look: bool | None = None,
+    check_modes: bool | None = None,
     escalate: bool | None = None,
     model_kwargs: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Report:
     r"""
-    Evaluate a guide: its bound, the evidence, the gap between them, how heavy the weights' tails
-    are, which data it serves worst, and what to try next.
+    Evaluate a guide: its bound, the evidence, the gap between them, the tails of the weights, the
+    data with the largest gaps, and what to try next.
 
-    The guide's own weights are always drawn. Where these leave doubt (:math:`\hat k` plus two
-    of its errors above 0.5, or fewer than 500 draws, for more than a twentieth of the weights),
-    annealed chains run as well, and the evidence is theirs: of ten steps, and of 40, if the first
-    leave doubt too. Where these do as well, and the two do not closely agree, chains in white
-    coordinates run (see :func:`log_evidence`). Chains of your own, by a ``schedule`` or a
-    ``kernel``, take their place. ``found.trusted`` says whether the evidence is then known about
-    as well as its error says.
+    The guide's own weights are always drawn. They are doubtful if, for more than a twentieth of the
+    weights, :math:`\hat k` plus two of its errors is above 0.5, or there are fewer than 500 draws.
+    Then annealed chains of ten steps run too, and give the evidence. If these are doubtful as well,
+    chains of 40 steps run. If the two disagree, chains in white coordinates run (see
+    :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these chains. ``Report.trusted``
+    is whether the evidence is known about as well as its error says.
 
-    **What k-hat does not see**: :math:`\hat k` and the effective sample size describe the draws
-    that were made. A mode of the posterior where the guide draws nothing shows in neither. So 50 to
-    200 chains run from draws of the model's prior to the posterior, in ten steps. Where they find
-    more evidence than the guide's weights, the guide misses something, and the report says so. They
-    find less where the prior is far from the posterior, as with many latents: then nothing is
-    known. They take about 100 gradients of the programs, of at most 200 particles each. Discrete
-    latents that the guide draws are drawn from the prior and weighed.
+    **Missed modes**: a mode of the posterior where the guide never draws changes neither
+    :math:`\hat k` nor the effective sample size. So 50 to 200 chains run from draws of the model's
+    prior to the posterior, in ten steps. If they find more evidence than the guide's weights, the
+    guide misses a part of the posterior. If the prior is far from the posterior, as with many
+    latents, they find less, and nothing is known. They take about 100 gradients of the model and
+    guide, with at most 200 particles each. Discrete latents of the guide are drawn from the prior
+    and weighed.
 
-    Where components are exchangeable, as in mixtures, all of their labellings are part of the
-    evidence; see :class:`Labellings`.
+    If components are exchangeable, as in mixtures, the evidence includes all labellings; see
+    :class:`Labellings`.
 
-    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound: chains or
-    draws from the prior show whether there is more.
+    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound. Chains or
+    draws from the prior can find more.
 
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param bool look: run chains from the prior; None does so unless the programs are looped over,
-        where each chain is a run of its own.
-    :param bool escalate: run chains where the guide's weights leave doubt; None likewise.
+    :param bool check_modes: run chains from the prior. None runs them unless particles are looped
+        over, where each chain is a separate run.
+    :param bool escalate: run chains if the guide's weights are doubtful. None runs them unless
+        particles are looped over.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`Report`, to print.
+    :returns: a :class:`.Report`, to print.
     :raises ValueError: as :func:`log_evidence`.
 
     Example::
@@ -260,41 +269,43 @@ def report(
         >>> found.advice.partition(",")[0]
         'Next: take TraceIWAE_ELBO(num_particles=10)'
     """
-    programs, given = prepare(report, model, guide, args, model_kwargs, options)
-    check_flag("look", look, or_none=True)
+    programs, settings = prepare(report, model, guide, args, model_kwargs, options)
+    check_flag("check_modes", check_modes, or_none=True)
     check_flag("escalate", escalate, or_none=True)
-    annealing, count = given.annealing(), given.num_particles
-    with weights_of(programs, given) as weights:
+    annealing, count = settings.annealing(), settings.num_particles
+    with weights_of(programs, settings) as weights:
         plain = estimate(weights, count)
         states = weights.guide.num_states if isinstance(weights, StateWeights) else None
-        no_chains = _unasked("escalate", escalate, weights.loops)
+        no_chains = _why_not_run("escalate", escalate, weights.loops)
         if states is not None:
             no_chains = "no chain moves discrete states"
         chains: tuple[LogEvidence, ...] = ()
         if annealing is not None:
             chains, no_chains = (estimate(weights.annealed(annealing), count),), ""
         elif not no_chains and not _is_sure(plain):
-            chains, no_chains = _climb(weights, given)
+            chains, no_chains = _climb(weights, settings)
         evidence = chains[-1] if chains else plain
-        prior = _unasked("look", look, weights.loops) or _from_prior(weights, count)
+        prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
+            weights, count
+        )
         return Report(evidence, plain, weights.discrete, prior, chains, no_chains, states)
 
 
-def _unasked(name: str, asked: bool | None, loops: bool) -> str:
-    """Why chains do not run, if they shall not."""
-    if asked is None and loops:
+def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
+    """Return why chains do not run; empty if they do."""
+    if requested is None and loops:
         return f"particles are looped over: {name}=True runs them"
-    return f"{name}=False" if asked is False else ""
+    return f"{name}=False" if requested is False else ""
 
 
 def _is_sure(evidence: LogEvidence) -> bool:
-    """Whether the standard errors of nearly all weights can be relied on."""
-    return share(evidence.doubtful) <= _FEW
+    """Return whether the standard errors of nearly all weights are reliable."""
+    return fraction(evidence.doubtful) <= _FEW
 
 
-def _settled(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> bool:
+def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> bool:
     """
-    Whether longer chains find the same, within two errors, so that a bias would show.
+    Return whether longer chains give the same evidence, within two errors.
 
     :param most: the largest error at which that counts.
     """
@@ -305,53 +316,54 @@ def _settled(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> b
 
 def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
     """
-    Run chains from the guide's draws, four times as long where the first leave doubt; and from a
-    normal density that is fitted to the posterior, where both do, unless they closely agree.
+    Run chains from the guide's draws, and chains of four times the length if the first are
+    doubtful. If both are and disagree, run chains from a normal density fitted to the posterior.
 
     :param weights: those of the guide.
-    :returns: what they found, the surest last, and why there are no more.
+    :returns: the evidences, the most reliable last, and why no more chains ran.
     """
-    found: list[LogEvidence] = []
+    evidences: list[LogEvidence] = []
     count = min(options.num_particles, max(_FEWEST, _CHAINS // max(1, weights.elements)))
     kernel = options.kernel
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for steps, own in _RUNGS:
-                if own and (weights.discrete or options.coordinates == own):
+            for steps, whitened in _RUNGS:
+                if whitened and (weights.discrete or options.coordinates == whitened):
                     break
-                coordinates, warmup = own or options.coordinates, options.warmup
-                if own:
+                coordinates, warmup = whitened or options.coordinates, options.warmup
+                if whitened:
                     kernel, warmup = options.kernel, max(1, warmup)
                 annealing = make_annealing(steps, kernel, coordinates, warmup)
                 assert annealing is not None
-                found.append(estimate(weights.annealed(annealing), count))
+                evidences.append(estimate(weights.annealed(annealing), count))
                 kernel = annealing.kernel  # with the step size that it has found
-                if _is_sure(found[-1]) or (
-                    len(found) > 1 and _settled(found[-2], found[-1], _WIDE)
+                if _is_sure(evidences[-1]) or (
+                    len(evidences) > 1 and _agree(evidences[-2], evidences[-1], _WIDE)
                 ):
                     break
     except (ValueError, RuntimeError, NotImplementedError) as error:
         _logger.info("chains from the guide's draws did not run: %s", first_line(error))
-        return tuple(found), first_line(error)
+        return tuple(evidences), first_line(error)
     # Each is a lower bound in expectation.
-    return (*found[:1], *sorted(found[1:], key=lambda e: float(e.mean))), ""
+    return (*evidences[:1], *sorted(evidences[1:], key=lambda e: float(e.mean))), ""
 
 
 def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence | str:
     """
-    The evidence by chains that are annealed from draws of the model's own prior.
+    Estimate the evidence by chains that are annealed from draws of the model's prior.
 
-    It is unbiased as the guide's is, and reaches modes that the prior draws. Where it finds more,
-    beyond its error, the guide has missed something; where the prior is far from the posterior it
-    finds less, and tells nothing. Discrete latents are drawn from the prior and weighed.
+    The estimate is unbiased, as the guide's is, and includes modes that the prior draws. If it is
+    higher, beyond its error, the guide misses a part of the posterior. If the prior is far from the
+    posterior, it is lower, and contains no information. Discrete latents are drawn from the prior
+    and weighed.
 
-    :param weights: those of the guide, whose minibatch is taken.
-    :param num_particles: the most chains of each datum.
+    :param weights: the guide's, whose minibatch is used.
+    :param num_particles: the largest number of chains of each datum.
     :returns: the evidence, or why there is none.
     """
-    if weights.given:
-        return f"{', '.join(weights.given)} are held, and the prior draws them"
+    if weights.fixed_latents:
+        return f"{', '.join(weights.fixed_latents)} are held, and the prior draws them"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -369,26 +381,26 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
 
 
 def _student_limit(level: float, freedom: Tensor) -> Tensor:
-    """The quantile of Student's t by its expansion around the normal one."""
+    """Return the quantile of Student's t by its expansion around the normal one."""
     z = torch.special.ndtri(freedom.new_tensor(level))
     first = (z**3 + z) / (4 * freedom)
     return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def _row(name: str, found: LogEvidence) -> list[str]:
+def _row(name: str, evidence: LogEvidence) -> list[str]:
     return [
         name,
-        str(found.num_particles),
-        with_error(found, found.mean, found.mean_standard_error),
-        f"{float(found.pareto_k.median()):.2f} ± {float(found.pareto_k_error.median()):.2f}",
-        f"{int(found.unreliable.sum())} of {found.pareto_k.numel()}",
-        f"{float(found.effective_sample_size.median()):.0f}",
+        str(evidence.num_particles),
+        with_error(evidence, evidence.mean, evidence.mean_standard_error),
+        f"{float(evidence.pareto_k.median()):.2f} ± {float(evidence.pareto_k_error.median()):.2f}",
+        f"{int(evidence.unreliable.sum())} of {evidence.pareto_k.numel()}",
+        f"{float(evidence.effective_sample_size.median()):.0f}",
     ]
 
 
 def _trust(report: Report) -> str:
     if report.trusted:
-        if not report.looked and not isinstance(report.prior, str):
+        if not report.checked_modes and not isinstance(report.prior, str):
             return "The evidence is known about as well as its error says, if no mode is missed."
         return "The evidence is known about as well as its error says."
     steps = max((_steps(c) for c in report.chains), default=0)
@@ -404,7 +416,7 @@ def _trust(report: Report) -> str:
 def _reach(report: Report) -> str:
     if report.misses:
         return "The guide misses a part of the posterior, such as a mode."
-    if report.looked:
+    if report.checked_modes:
         return "Chains from the prior find no modes that the guide does not draw."
     return "Modes that the guide does not draw would not show."
 
@@ -413,7 +425,7 @@ def _advice(report: Report) -> str:
     labellings = report.evidence.labellings
     # No loss closes the part of the gap that labellings are.
     missing = 0.0 if labellings is None else labellings.added or 0.0
-    left, heavy = float(report.gap.mean()) - missing, share(report.guide.unreliable)
+    gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
     richer = "a richer guide (full covariances, or a flow)"
     if report.states is not None:
         if _is_sure(report.guide):
@@ -424,7 +436,7 @@ def _advice(report: Report) -> str:
         )
     if report.misses:
         return f"Next: begin the guide's training elsewhere, or take {richer}."
-    if left < _CLOSE and heavy <= _FEW:
+    if gap < _CLOSE and heavy <= _FEW:
         part = "one labelling of " if missing > _CLOSE else ""
         return f"The guide is close to {part}the posterior: the ELBO is tight enough."
     if report.discrete:
@@ -433,7 +445,7 @@ def _advice(report: Report) -> str:
             f"Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
             f"or let {sites} depend on each other in the guide."
         )
-    if left > _TENS:
+    if gap > _TENS:
         return (
             f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps "
             f"if it was trained by that; or {richer}."

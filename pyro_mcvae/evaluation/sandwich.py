@@ -59,13 +59,16 @@ class Simulation:
 
 
 def simulate(
-    programs: Programs, reference: WeightedParticles, held: frozenset[str], to_args: ToArgs | None
+    programs: Programs,
+    reference: WeightedParticles,
+    fixed_sites: frozenset[str],
+    to_args: ToArgs | None,
 ) -> Simulation:
     """
     Draw latents from the prior, then observations.
 
     :param reference: an execution on the user's data, for its minibatch and its held latents.
-    :param held: latents that keep the reference's values.
+    :param fixed_sites: latents that keep the reference's values.
     :param to_args: maps the observations, by site, to the programs' arguments. None: the observed
         tensors are replaced where the arguments hold them.
     :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
@@ -80,7 +83,7 @@ def simulate(
             f"site '{name}' of the model says .mask(False), so that the model has no prior of it "
             f"that data could be drawn from: leave the mask out"
         )
-    values = {n: nodes[n]["value"] for n in held if n in nodes}
+    values = {n: nodes[n]["value"] for n in fixed_sites if n in nodes}
     with Recorder(Substitutes(reference.subsamples, values)) as recorder, Unconditioned():
         programs.model(*programs.args, **programs.kwargs)
     drawn = {n: s["value"] for n, s in recorder.trace.nodes.items() if is_scored(s)}
@@ -88,16 +91,16 @@ def simulate(
     latents = {n: v for n, v in drawn.items() if n not in data}
     if to_args is not None:
         args, kwargs = as_arguments(to_args(data))
-        found = replace(programs, args=args, kwargs=kwargs)
+        simulated = replace(programs, args=args, kwargs=kwargs)
     else:
         remedy = (
             f"pass to_args=..., which maps a dict of the simulated observations {sorted(data)} to "
             f"the arguments (to_args=lambda data: args, if guide and model do not read the data "
             f"from them)"
         )
-        found = substitute(programs, nodes, data, reference.subsamples, remedy)
-    found = replace(found, model=poutine.condition(found.model, data=data))
-    return Simulation(found, latents, recorder.trace)
+        simulated = substitute(programs, nodes, data, reference.subsamples, remedy)
+    simulated = replace(simulated, model=poutine.condition(simulated.model, data=data))
+    return Simulation(simulated, latents, recorder.trace)
 
 
 def check_density(simulation: Simulation, run: Run) -> None:
@@ -113,13 +116,14 @@ def check_density(simulation: Simulation, run: Run) -> None:
             continue
         expected = model_term(site).log_prob.sum()
         leads = run.leading is not None and term.log_prob.dim() > run.nesting
-        found = term.log_prob.sum() / (len(term.log_prob) if leads else 1)
-        if not torch.allclose(found, expected.to(found), rtol=1e-3, atol=1e-3):
+        density = term.log_prob.sum() / (len(term.log_prob) if leads else 1)
+        if not torch.allclose(density, expected.to(density), rtol=1e-3, atol=1e-3):
             raise ValueError(
-                f"the density of site '{term.key.name}' of the model is {float(found):.4g} on the "
-                f"simulated data, but was {float(expected):.4g} when they were drawn: the model "
-                f"reads its data other than through obs=, or its arguments were not replaced; pass "
-                f"to_args=..., which maps the simulated observations to all arguments"
+                f"the density of site '{term.key.name}' of the model is {float(density):.4g} on "
+                f"the simulated data, but was {float(expected):.4g} when they were drawn: the "
+                f"model reads its data other than through obs=, or its arguments were not "
+                f"replaced; pass to_args=..., which maps the simulated observations to all "
+                f"arguments"
             )
 
 
@@ -156,13 +160,13 @@ class Sandwich:
     r"""
     Bounds on :math:`\log p(x)` from both sides, each in expectation, for simulated data.
 
-    Made by :func:`sandwich`, whose example shows one.
+    :func:`sandwich` returns it, and has an example.
 
-    :ivar lower: by chains from the guide's draws, shape ``[num_simulations, *plates]``.
-    :ivar upper: by chains from the exact posterior draw that the data came from.
+    :ivar lower: the bound by chains from the guide's draws, shape ``[num_simulations, *plates]``.
+    :ivar upper: the bound by chains from the exact posterior draws that generated the data.
     :ivar num_particles: chains per datum in each direction.
     :ivar plates: the names of the plates.
-    :ivar given: latents that were held; see :class:`LogEvidence`.
+    :ivar fixed_latents: latents with fixed values; see :class:`.LogEvidence`.
     :ivar step_size: of the kernel.
     """
 
@@ -170,7 +174,7 @@ class Sandwich:
     upper: Tensor
     num_particles: int
     plates: tuple[str, ...]
-    given: tuple[str, ...]
+    fixed_latents: tuple[str, ...]
     step_size: Tensor
 
     @property
@@ -180,23 +184,25 @@ class Sandwich:
 
     @property
     def mean_gap(self) -> Tensor:
-        """The mean over data and simulations."""
+        """Return the mean gap over data and simulations."""
         return self.gap.mean()
 
     @property
     def standard_error(self) -> Tensor:
-        """Of ``mean_gap``, from the spread over the simulated data; NaN for a single one."""
+        """
+        Return the standard error of ``mean_gap`` over the simulated data; NaN for a single one.
+        """
         if self.gap.numel() < 2:
             return self.gap.new_tensor(math.nan)
         return self.gap.std() / math.sqrt(self.gap.numel())
 
     def __str__(self) -> str:
-        given = f", given {', '.join(self.given)}" if self.given else ""
+        condition = f", given {', '.join(self.fixed_latents)}" if self.fixed_latents else ""
         return (
             f"log evidence of simulated data between {float(self.lower.mean()):.3f} and "
             f"{float(self.upper.mean()):.3f} nats per weight; gap {float(self.mean_gap):.3f} ± "
             f"{float(self.standard_error):.3f} ({self.gap.numel()} simulated, "
-            f"{self.num_particles} chains each way{given})"
+            f"{self.num_particles} chains each way{condition})"
         )
 
 
@@ -220,20 +226,18 @@ def sandwich(
         E \log \frac{1}{P} \sum_i \exp W_i \le \log p(x) \le
         -E \log \frac{1}{P} \sum_i \exp(-W_i') .
 
-    A small gap says that :func:`log_evidence` with this schedule and kernel is right on data like
-    the model's. That takes a guide that reads the data: one that was trained on these alone, as
-    AutoGuides are, begins its chains in the wrong place for simulated data. The bounds hold, but
-    their gap says nothing of the estimate on your data; use :func:`report`.
+    If the gap is small, :func:`log_evidence` with this schedule and kernel is accurate on data like
+    the model's. This requires a guide that reads the data. A guide that was trained on fixed data,
+    such as an AutoGuide, starts its chains in the wrong place for simulated data. The bounds are
+    valid then, but the gap does not apply to your data; use :func:`report`.
 
-    Global latents that the guide draws are simulated as well, and latents that it holds as point
-    masses stay as they are.
+    Global latents that the guide draws are simulated too. Point masses of the guide stay unchanged.
 
-    How the simulated data reach the programs: observed sites are conditioned on them, and the
-    arguments that hold an observed tensor (itself, views of it, or what it is a copy of or, as
-    ``x[index]``, a plate's rows) hold the simulated one instead, so that an amortised guide sees
-    it. Where an observation is computed from the arguments in another way, or is no argument,
-    ``to_args`` says what the arguments are. It is checked that the model's
-    densities are those that the data were drawn from.
+    Observed sites are conditioned on the simulated data. Arguments that contain an observed tensor
+    (the tensor, a view, a copy, or rows of a plate as in ``x[index]``) are replaced too, so that an
+    amortised guide reads the simulated data. If an observation is computed from the arguments in
+    another way, or is no argument, pass ``to_args``. The model's densities of the simulated data
+    are compared with those at which they were drawn.
 
     :param model: a Pyro model.
     :param guide: its guide.
@@ -245,7 +249,7 @@ def sandwich(
     :param options: as in :func:`log_evidence`; ``num_particles=10`` are the chains per datum in
         each direction, P, ``schedule`` is 10 linear steps by default, and the kernel an adjusted
         one, :class:`HMC` with 3 leapfrog steps.
-    :returns: a :class:`Sandwich`.
+    :returns: a :class:`.Sandwich`.
 
     :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor``,
         ``poutine.scale``; for data that reach the programs in another way; and for guides that
@@ -267,7 +271,9 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    programs, given = prepare(sandwich, model, guide, args, model_kwargs, options, num_particles=10)
+    programs, settings = prepare(
+        sandwich, model, guide, args, model_kwargs, options, num_particles=10
+    )
     num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
     if is_messenger(programs):
@@ -275,32 +281,32 @@ def sandwich(
             f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
             f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
         )
-    if given.schedule is None and given.kernel is None:
-        given = replace(given, schedule=DEFAULT_STEPS)
-    annealing = given.annealing(_WITHOUT_CHAINS)
+    if settings.schedule is None and settings.kernel is None:
+        settings = replace(settings, schedule=DEFAULT_STEPS)
+    annealing = settings.annealing(_WITHOUT_CHAINS)
     assert annealing is not None
     if not annealing.kernel.adjusted:
         raise ValueError(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
             f"that leaves its target invariant, HMC, MALA or RandomWalk"
         )
-    with importance_sampler(programs, given, annealing) as weights:
+    with importance_sampler(programs, settings, annealing) as weights:
         pairs = []
         for _ in range(num_simulations):
-            simulation = simulate(weights.programs, weights.reference, weights.held, to_args)
-            pairs.append(_both_ways(weights, annealing, simulation, given.num_particles))
+            simulation = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)
+            pairs.append(_both_bounds(weights, annealing, simulation, settings.num_particles))
         lower, upper = zip(*pairs, strict=True)
         return Sandwich(
             torch.stack(lower),
             torch.stack(upper),
-            given.num_particles,
+            settings.num_particles,
             weights.reference.plate_names,
-            weights.given,
+            weights.fixed_latents,
             annealing.kernel.step_size().detach().clone(),
         )
 
 
-def _both_ways(
+def _both_bounds(
     user: ImportanceSampler, annealing: Annealing, simulation: Simulation, num_particles: int
 ) -> tuple[Tensor, Tensor]:
     sampler = user.on(simulation.programs)

@@ -24,7 +24,7 @@ from pyro_mcvae.checks.masks import (
     transported,
 )
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
-from pyro_mcvae.coordinates.coordinate import Coordinates, GivenLatents
+from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
 from pyro_mcvae.ops.tensors import follow
@@ -42,7 +42,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure import provenance
 from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
 
@@ -51,8 +51,8 @@ from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
 
 class WeightSummary:
     r"""
-    What :math:`K` weights per datum say together, in memory that does not grow with K, but for the
-    :math:`3 \sqrt K` largest per datum, to which the tail is fitted.
+    Statistics of :math:`K` weights per datum. The memory grows only with :math:`\sqrt K`: the
+    :math:`3 \sqrt K` largest weights of each datum are stored, to fit the tail.
 
     :param int num_particles: K, all chunks together.
 
@@ -79,6 +79,8 @@ class WeightSummary:
 
     def add(self, log_weight: Tensor) -> None:
         """
+        Add a chunk of log weights.
+
         :param log_weight: a chunk, shape ``[k, *plates]``.
         """
         chunk = log_weight.detach().double()
@@ -99,12 +101,12 @@ class WeightSummary:
 
     @property
     def log_mean(self) -> Tensor:
-        """The logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
+        """Return the logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
         return self._largest + self._sum.log() - math.log(self.count)
 
     @property
     def mean_log(self) -> Tensor:
-        """The mean of the log weights."""
+        """Return the mean of the log weights."""
         return self._logs / self.count
 
     @property
@@ -115,8 +117,8 @@ class WeightSummary:
     @property
     def standard_error(self) -> Tensor:
         r"""
-        Of the logarithm of the mean, :math:`\text{sd}(w) / (\sqrt K\, \bar w)`; infinite where
-        every weight is zero, NaN for one weight.
+        Return the standard error of the logarithm of the mean, :math:`\text{sd}(w) / (\sqrt K\,
+        \bar w)`; infinite if every weight is zero, NaN for one weight.
         """
         if self.count < 2:
             return torch.full_like(self.log_mean, math.nan)
@@ -125,15 +127,15 @@ class WeightSummary:
 
     @property
     def pareto_k(self) -> Tensor:
-        """The shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
+        """Return the shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
         return pareto_k(self._top, self.count)
 
 
 class Weighed(NamedTuple):
     """
     :ivar log_weight: ``[count, *plates]``.
-    :ivar runs: of the programs, to tell where a weight is not a number.
-    :ivar acceptance: of each transition, where chains were moved.
+    :ivar runs: the runs of model and guide, to name a site where a weight is not a number.
+    :ivar acceptance: the acceptance of each transition, with chains.
     """
 
     log_weight: Tensor
@@ -152,13 +154,13 @@ class ImportanceSampler:
     """
     The weights of one minibatch.
 
-    Runs the programs once to find out what is weighed: the *reference*, whose minibatch (and,
-    without ``joint``, whose global latents) every chunk shares.
+    It runs the model and guide once. This *reference* run determines the weighed sites, and the
+    minibatch (without ``joint`` also the global latents) of every chunk.
 
-    :ivar programs: those that are weighed; see :func:`count_masked`.
+    :ivar programs: the weighed model and guide; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
-    :ivar given: latents whose values are held: point masses, and globals that were drawn once.
-    :ivar held: the same as the model's sites have them.
+    :ivar fixed_latents: latents with fixed values: point masses, and globals drawn once.
+    :ivar fixed_sites: the corresponding sites of the model.
     :cvar remedy: what helps where the weights' tails are heavy.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
@@ -195,13 +197,13 @@ class ImportanceSampler:
             self._joint, self._samplers = True, {}
             self.reference, drawn = self._sampler(1).sample(self.programs), ()
         check_blocks(self.reference)
-        self.given = tuple(sorted(points)) + drawn
+        self.fixed_latents = tuple(sorted(points)) + drawn
         self._drawn = drawn
-        self.held = points | frozenset(drawn)
+        self.fixed_sites = points | frozenset(drawn)
 
     @property
     def chunk_size(self) -> int:
-        """How many particles fit one chunk."""
+        """Return the number of particles that fit one chunk."""
         return self._options.chunk(self._numbers())
 
     def weigh(self, count: int) -> Weighed:
@@ -223,27 +225,29 @@ class ImportanceSampler:
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         """
-        The same for other data: the plates' minibatch and the latents that are held stay.
+        Return a sampler for other data, with the same minibatch and fixed latents.
 
         :param joint: weigh everything together, also where this one does not.
         """
-        other = copy.copy(self)
-        other.programs, other._samplers = programs, {}
-        other._joint = self._joint or joint
+        sampler = copy.copy(self)
+        sampler.programs, sampler._samplers = programs, {}
+        sampler._joint = self._joint or joint
         reference = self.reference
-        other.reference = other._sampler(1).single(
+        sampler.reference = sampler._sampler(1).single(
             programs, reference.subsamples, reference.global_values()
         )
-        return other
+        return sampler
 
     def annealed(self, annealing: Annealing) -> ImportanceSampler:
-        """The same, by chains."""
-        other = self.on(self.programs)
-        other.annealing = annealing
-        return other
+        """Return a sampler that uses chains."""
+        sampler = self.on(self.programs)
+        sampler.annealing = annealing
+        return sampler
 
     def of_prior(self) -> ImportanceSampler:
-        """Those of the model's own prior, which sums what the guide leaves to be summed."""
+        """
+        Return a sampler from the model's own prior, which sums the sites that the guide leaves out.
+        """
         run = self.reference.runs[0]
         nodes = run.model_trace.nodes
         drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
@@ -256,12 +260,12 @@ class ImportanceSampler:
         return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
 
     def renew(self) -> None:
-        """Draw the global latents that are held again, on the same minibatch."""
+        """Draw the fixed global latents again, on the same minibatch."""
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
 
     @property
-    def holds_draws(self) -> bool:
-        """Whether global latents were drawn once."""
+    def has_fixed_draws(self) -> bool:
+        """Return whether global latents were drawn once."""
         return bool(self._drawn)
 
     def log_weight(
@@ -272,22 +276,22 @@ class ImportanceSampler:
         coordinates: Coordinates = "noise",
         latents: dict[str, Tensor] | None = None,
     ) -> LogWeight:
-        """The log weight as a function of coordinates, begun at ``count`` new draws."""
+        """Return the log weight as a function of coordinates, with ``count`` new draws."""
         return LogWeight(
             self._sampler(count),
             self.programs,
             within=self.reference,
             gradient=gradient,
             coordinates=coordinates,
-            begin=None if latents is None else GivenLatents(latents),
+            begin=None if latents is None else LatentValues(latents),
         )
 
     def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
-        """The same latents, and each enumerated site of the model drawn given these."""
+        """Draw each enumerated site of the model, given the latents."""
         return with_drawn_states(self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
-        """The density that the chains move in, begun at new draws or at given latents."""
+        """Return the density for chains, at new draws or at given latents."""
         assert self.annealing is not None
         gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):
@@ -310,8 +314,8 @@ class ImportanceSampler:
 
     def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, Density]:
         """
-        Chains from the guide's draws along the schedule; the step size, and white coordinates, are
-        found first.
+        Run chains from the guide's draws along the schedule; step sizes and white coordinates adapt
+        first.
         """
         self.warm_up()
         return self._chain(count, last_transition)
@@ -339,7 +343,7 @@ class ImportanceSampler:
 
     @property
     def loops(self) -> bool:
-        """Whether each particle is a run of its own."""
+        """Return whether each particle is a separate run."""
         return not self._sampler(2).vectorizes(self.programs, 2)
 
     def _whitened(self, annealing: Annealing) -> Whitening:
@@ -367,30 +371,32 @@ class ImportanceSampler:
         return chain, density
 
     def shared(self) -> Tensor:
-        """What belongs to no single datum: the factors outside the blocks, without the draws."""
+        """
+        Return the terms that belong to no single datum: factors outside the blocks, without draws.
+        """
         return shared_factors(self.reference, self._drawn)
 
     def bound(self, summary: WeightSummary) -> Tensor:
-        """The guide's bound on the log evidence, after these weights were drawn."""
+        """Return the guide's bound on the log evidence, after these weights were drawn."""
         return summary.mean_log.to(self.reference.log_weight.dtype)
 
     def pareto_k(self, summary: WeightSummary) -> Tensor:
-        """The tail of the weights, NaN where they say nothing of it."""
+        """Return the tail index of the weights; NaN if they contain no information about it."""
         return summary.pareto_k
 
     @property
     def discrete(self) -> tuple[str, ...]:
-        """The guide's discrete sites."""
+        """Return the guide's discrete sites."""
         sites = (t.site for t in self.reference.runs[0].terms if t.in_guide and is_random(t.site))
         return tuple(s["name"] for s in sites if known_support(s["fn"]).is_discrete)
 
     @property
     def elements(self) -> int:
-        """How many weights one particle has."""
+        """Return the number of weights of one particle."""
         return math.prod(self.reference.log_weight.shape[1:])
 
     def chunks(self, count: int) -> Iterator[int]:
-        """The sizes of the chunks that ``count`` particles are drawn in."""
+        """Return the sizes of the chunks in which ``count`` particles are drawn."""
         self.progress.expect(count)
         while count > 0:
             size = min(self.chunk_size, count)
@@ -401,6 +407,8 @@ class ImportanceSampler:
 
     def check(self, log_weight: Tensor, runs: list[Run]) -> None:
         """
+        Check that no log weight is NaN or plus infinity.
+
         :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
         """
         if bool((log_weight.isnan() | log_weight.isposinf()).any()):
@@ -429,26 +437,26 @@ class ImportanceSampler:
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Let both programs count the same entries of each latent, or refuse them."""
-        apart = points
+        excluded = points
         if masks_latents(self.reference.runs[0]):
             sampler, subsamples = self._sampler(1), self.reference.subsamples
             pair = self.reference.runs[0], sampler.single(self.programs, subsamples).runs[0]
-            apart = points | transported(self.programs, *pair)
+            excluded = points | transported(self.programs, *pair)
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
-        check_masks(self.reference.runs[0], apart)
+        check_masks(self.reference.runs[0], excluded)
         check_unweighed(self.programs, self.reference.runs[0], is_random)
         check_angles(self.reference.runs[0])
 
 
 def find_points(programs: Programs, run: Run) -> frozenset[str]:
-    """The guide's point masses, but for those that follow from a random draw of the guide."""
+    """Return the guide's point masses, except those that follow from a random draw of the guide."""
     sites = [t.site for t in run.terms if t.in_guide and is_latent(t.site)]
     points = {s["name"] for s in sites if is_delta(s["fn"])}
     names = frozenset(s["name"] for s in sites if is_random(s))
     if points and names:
-        found = dependencies.find_dependencies(programs, names, run.subsamples)
-        points = {n for n in points if not found.factors.get(FactorKey("guide", n), names)}
+        traced = provenance.find_dependencies(programs, names, run.subsamples)
+        points = {n for n in points if not traced.factors.get(FactorKey("guide", n), names)}
     return frozenset(points)
 
 
@@ -476,9 +484,11 @@ def check_observed(run: Run) -> None:
 
 def check_draws(run: Run, points: frozenset[str]) -> None:
     """
-    :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
-        model has no latents but those that are summed. And for one that draws from a part of the
-        posterior, whose weights would be equal and say nothing of the rest.
+    Check that the guide draws all latents, or none. Equal weights of a guide of point masses, or of
+    a part of the posterior, would contain no information about the rest.
+
+    :raises ValueError: for a guide of point masses alone, and for one that draws from a part of the
+        posterior. A guide that draws nothing is valid if all latents of the model are summed.
     """
     sites = [t.site for t in run.terms if t.in_guide]
     if points and not any(map(is_random, sites)):
@@ -499,6 +509,8 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
 
 def check_no_local_points(points: Collection[str]) -> None:
     """
+    Check that no point mass is inside the data's plates.
+
     :raises ValueError: for any point mass inside the data's plates.
     """
     for name in sorted(points):
@@ -511,6 +523,8 @@ def check_no_local_points(points: Collection[str]) -> None:
 
 def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
     """
+    Check that the data are complete, since all of them share the latents ``drawn``.
+
     :raises ValueError: for a part of the data, which all share the latents ``drawn``.
     """
     for term in run.terms:
@@ -527,6 +541,8 @@ def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
 
 def check_blocks(reference: WeightedParticles) -> None:
     """
+    Check that some latents have a weight of their own.
+
     :raises ValueError: where no latent can be weighed by itself.
     """
     if not reference.blocks:
@@ -540,7 +556,7 @@ def check_blocks(reference: WeightedParticles) -> None:
 
 
 def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
-    """The factors outside the blocks, but for those of some sites."""
+    """Sum the factors outside the blocks, except those of some sites."""
     total = sample.log_weight.new_zeros(())
     for term in sample.global_terms():
         if term.key.name not in without:
@@ -573,7 +589,7 @@ class StateWeights(ImportanceSampler):
         self.progress, self._options, self.annealing = progress, options, None
         self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
         self.reference = self.posterior.particles
-        self.given = _points(self.posterior)
+        self.fixed_latents = _points(self.posterior)
 
     loops = False
 
@@ -586,7 +602,7 @@ class StateWeights(ImportanceSampler):
         return Weighed(bound.expand(count, *bound.shape), [])
 
     def bound(self, summary: WeightSummary) -> Tensor:
-        """The exact part."""
+        """Return the exact part of the bound."""
         return self.posterior.free_energy
 
     def pareto_k(self, summary: WeightSummary) -> Tensor:
@@ -604,16 +620,16 @@ class StateWeights(ImportanceSampler):
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         options = replace(self._options, joint=joint or self._options.joint)
-        found = ImportanceSampler(programs, options, self.progress)
-        mine, theirs = self.reference.subsamples, found.reference.subsamples
+        sampler = ImportanceSampler(programs, options, self.progress)
+        mine, theirs = self.reference.subsamples, sampler.reference.subsamples
         for name in mine.keys() & theirs.keys():
             if not torch.equal(mine[name], theirs[name]):
                 raise ValueError(f"plate '{name}' draws a minibatch of its own")
-        return found
+        return sampler
 
 
 def _with_states(programs: Programs) -> TruncatedPosterior:
-    """The guide, or one like it for any data if it has no states yet."""
+    """Return the guide, or one like it for any data if it has no states yet."""
     guide = poutine.unwrap(programs.guide)
     assert isinstance(guide, TruncatedPosterior)
     if programs.model != guide.model:
@@ -626,7 +642,7 @@ def _with_states(programs: Programs) -> TruncatedPosterior:
 
 def _points(posterior: StatePosterior) -> tuple[str, ...]:
     """
-    The point masses of the posterior's own ``guide``.
+    Return the point masses of the posterior's own ``guide``.
 
     :raises ValueError: for latents that it draws, and for point masses in the data's plates.
     """

@@ -126,12 +126,12 @@ class FixedOptions:
     _also_fixed: ClassVar[frozenset[str]] = frozenset()
     _assignable: ClassVar[frozenset[str]] = frozenset()
 
-    def _is_made(self) -> bool:
+    def _is_initialized(self) -> bool:
         """Return whether the options of the base classes have their values."""
         return True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in options_of(self) and self._is_made() and hasattr(self, name):
+        if name in options_of(self) and self._is_initialized() and hasattr(self, name):
             kind = type(self).__name__
             raise AttributeError(
                 f"{name} of a {kind} is fixed at construction, and cannot become {value!r}: make "
@@ -183,7 +183,7 @@ class WarnOnce:
         self._logged: set[str] = set()
 
     def __call__(self, message: str) -> bool:
-        """Log a message unless it was logged before; return whether it was new."""
+        """Log a message unless it was logged before, and return whether it was new."""
         if message in self._logged:
             return False
         self._logged.add(message)

@@ -212,8 +212,8 @@ def fill_slots(
         summed = rank < criterion.argmin(-1, keepdim=True)
         value, mass = draw(summed, budget)
         value = torch.where(summed.reshape(*summed.shape, *events), best, value)
-        left = (budget - summed.sum(-1, keepdim=True)).clamp_min(1)
-        weight, sampled = torch.where(summed, prob, mass.unsqueeze(-1) / left), ~summed
+        num_draws = (budget - summed.sum(-1, keepdim=True)).clamp_min(1)
+        weight, sampled = torch.where(summed, prob, mass.unsqueeze(-1) / num_draws), ~summed
     value = torch.where((weight > 0).reshape(*weight.shape, *events), value, mode)
     batch = prob.dim() - 1
     return Slots(value.movedim(batch, 0), weight.movedim(-1, 0), sampled.movedim(-1, 0))
@@ -290,7 +290,7 @@ def product_slots(
 
     def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
         mass = (1 - torch.where(summed, prob, 0.0).sum(-1)).clamp_min(0)
-        return _other_digits(exact, best, summed, count), mass
+        return _distinct_digits(exact, best, summed, count), mass
 
     def outside() -> Tensor:
         return (1 - prob.sum(-1)).clamp_min(0)
@@ -300,7 +300,7 @@ def product_slots(
     return slots._replace(weight=slots.weight.to(log_p.dtype))
 
 
-def _other_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> Tensor:
+def _distinct_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> Tensor:
     r"""
     Draw from the product, excluding the summed configurations.
 
@@ -316,17 +316,19 @@ def _other_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> 
     # The probability of each configuration's digits after variable d.
     tail_prob = (each.flip(-1).cumsum(-1).flip(-1) - each).exp()
     tail_prob = torch.where(each.isneginf().any(-1, keepdim=True), 0.0, tail_prob)
-    alive = summed.unsqueeze(-2).expand(*batch, count, summed.shape[-1])
+    candidates = summed.unsqueeze(-2).expand(*batch, count, summed.shape[-1])
     values = []
     for d in range(log_p.shape[-2]):
-        column = digits[..., d].unsqueeze(-2).expand(alive.shape)
-        taken = torch.where(alive, tail_prob[..., d].unsqueeze(-2), 0.0)
-        removed = taken.new_zeros((*batch, count, size)).scatter_add(-1, column, taken)
+        column = digits[..., d].unsqueeze(-2).expand(candidates.shape)
+        removed_prob = torch.where(candidates, tail_prob[..., d].unsqueeze(-2), 0.0)
+        removed = removed_prob.new_zeros((*batch, count, size)).scatter_add(
+            -1, column, removed_prob
+        )
         prob = log_p[..., d, :].exp().unsqueeze(-2)
-        left = prob * (1 - removed).clamp_min(0)
-        left = torch.where(left.sum(-1, keepdim=True) > 0, left, prob)
-        value = left.reshape(-1, size).multinomial(1).reshape(*batch, count)
-        alive = alive & (column == value.unsqueeze(-1))
+        remaining = prob * (1 - removed).clamp_min(0)
+        remaining = torch.where(remaining.sum(-1, keepdim=True) > 0, remaining, prob)
+        value = remaining.reshape(-1, size).multinomial(1).reshape(*batch, count)
+        candidates = candidates & (column == value.unsqueeze(-1))
         values.append(value)
     return torch.stack(values, -1)
 
@@ -410,17 +412,17 @@ def _ends(law: CountLaw, window: Tensor, summed: Tensor) -> tuple[Tensor, Tensor
 def _draw_outside(law: CountLaw, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor]:
     below, above = law.cdf(low - 1), law.tail(high)
     uniform = torch.rand((count, *low.shape), dtype=below.dtype, device=low.device)
-    left = uniform * (below + above) < below
+    below_window = uniform * (below + above) < below
     # Draw again for the chosen side: the remainder of the first draw would lack precision.
     uniform = torch.rand_like(uniform).clamp_min(torch.finfo(uniform.dtype).tiny)
-    target = uniform * torch.where(left, below, above)
+    target = uniform * torch.where(below_window, below, above)
     # The smallest x with cdf(x) >= target; on the right, with tail(x) <= target.
-    start = torch.where(left, -torch.ones_like(low), high)
-    end = torch.where(left, low - 1, high + 2.0**_BISECTIONS)
+    start = torch.where(below_window, -torch.ones_like(low), high)
+    end = torch.where(below_window, low - 1, high + 2.0**_BISECTIONS)
     for _ in range(_BISECTIONS + 1):
         middle = ((start + end) / 2).floor()
-        side = law.side(middle, left)
-        reached = torch.where(left, side >= target, side < target)
+        side = law.side(middle, below_window)
+        reached = torch.where(below_window, side >= target, side < target)
         reached = reached & (middle > start)
         end = torch.where(reached, middle, end)
         start = torch.where(reached, start, torch.maximum(start, middle))

@@ -111,7 +111,7 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
         >>> z, relu = torch.tensor([-0.1, 0.1, 2.0], requires_grad=True), torch.nn.ReLU()
         >>> with KinkFinder() as finder:
         ...     y = relu(z)
-        >>> with smoothed({place: (0.1,) for place in finder.found}):
+        >>> with smoothed({place: (0.1,) for place in finder.results}):
         ...     y = relu(z)
         >>> with smoothed_gradients():
         ...     drift, = torch.autograd.grad(y.sum(), z, create_graph=True)
@@ -251,12 +251,12 @@ class KinkFinder(_Mode):
     """
     Finds the operations with kinks in programs that run inside.
 
-    :ivar found: for each call, by place, the result and the argument of each kink.
+    :ivar results: for each call, by place, the result and the argument of each kink.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[Place, list[tuple[Tensor, list[Tensor]]]] = {}
+        self.results: dict[Place, list[tuple[Tensor, list[Tensor]]]] = {}
 
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         hinges = _Hinges()
@@ -264,7 +264,7 @@ class KinkFinder(_Mode):
             has_kinks = smooth(hinges) is not None
         if has_kinks:
             arguments = list(map(_unwrapped, hinges.arguments))
-            self.found.setdefault(place, []).append((_unwrapped(exact), arguments))
+            self.results.setdefault(place, []).append((_unwrapped(exact), arguments))
         return exact
 
     def widths(self, log_weight: Tensor, position: Tensor) -> dict[Place, tuple[float | None, ...]]:
@@ -274,13 +274,13 @@ class KinkFinder(_Mode):
         :param log_weight: the log weight, computed inside this context.
         :param position: the position at which it is differentiated.
         """
-        results = [y for calls in self.found.values() for y, _ in calls if y.requires_grad]
+        results = [y for calls in self.results.values() for y, _ in calls if y.requires_grad]
         grads = _gradients(log_weight, results)
         used = {
             id(y) for y, g in zip(results, grads, strict=True) if g is not None and bool(g.any())
         }
         widths = dict[Place, tuple[float | None, ...]]()
-        for place, calls in self.found.items():
+        for place, calls in self.results.items():
             kinks = zip(*(ds for y, ds in calls if id(y) in used), strict=False)
             width = tuple(_width(ds, position) for ds in kinks)
             if any(width):
@@ -359,8 +359,8 @@ def _min(h: _Hinges, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tenso
     return -_max(h, -x, dim, keepdim)
 
 
-def _maximum(h: _Hinges, x: Tensor, other: Tensor) -> Tensor:
-    return other + h.relu(x - other)
+def _maximum(h: _Hinges, x: Tensor, y: Tensor) -> Tensor:
+    return y + h.relu(x - y)
 
 
 # Operations as sums of hinges; None for calls without a kink that can be smoothed.

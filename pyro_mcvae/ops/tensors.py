@@ -103,8 +103,8 @@ def read(*numbers: Tensor) -> list[float]:
     if costs_nothing_to_read(numbers[0]):
         return [number.item() for number in numbers]
     wide = torch.float32 if numbers[0].device.type == "mps" else torch.float64
-    found: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
-    return found
+    values: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
+    return values
 
 
 def follow(module: nn.Module, like: Tensor) -> None:
@@ -115,11 +115,11 @@ def follow(module: nn.Module, like: Tensor) -> None:
     holds them goes on with them.
     """
 
-    def moved(own: Tensor) -> Tensor:
-        dtype = torch.promote_types(own.dtype, like.dtype) if own.is_floating_point() else own.dtype
-        return own.to(like.device, dtype)
+    def moved(t: Tensor) -> Tensor:
+        dtype = torch.promote_types(t.dtype, like.dtype) if t.is_floating_point() else t.dtype
+        return t.to(like.device, dtype)
 
-    if any(moved(own) is not own for own in (*module.parameters(), *module.buffers())):
+    if any(moved(tensor) is not tensor for tensor in (*module.parameters(), *module.buffers())):
         module._apply(moved)
 
 

@@ -151,9 +151,9 @@ def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -
     zero = log_weight.new_full((1, *log_weight.shape[1:]), -math.inf)
     before = torch.cat([zero, log_weight[:-1].logcumsumexp(0)])
     after = torch.cat([log_weight[1:].flip(0).logcumsumexp(0).flip(0), zero])
-    others = torch.logaddexp(before, after)
-    baseline = torch.logaddexp(others, substitute.detach()) - math.log(len(log_weight))
-    return log_mean_exp(log_weight) - torch.where(others.isneginf(), 0.0, baseline)
+    without_each = torch.logaddexp(before, after)
+    baseline = torch.logaddexp(without_each, substitute.detach()) - math.log(len(log_weight))
+    return log_mean_exp(log_weight) - torch.where(without_each.isneginf(), 0.0, baseline)
 
 
 # Pareto k-hat: the tail index of importance weights.

@@ -139,7 +139,7 @@ def not_executed(layout: Layout) -> Run:
 
 _logger = logging.getLogger(__name__)
 
-_WAY, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)
+_MODE, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)
 _AT_ONCE = Mode.BATCHED, Mode.MAPPED, Mode.BOTH_MAPPED
 _IN_WORDS = {
     Mode.BATCHED: "in a leading dim",
@@ -192,7 +192,7 @@ class Runner:
         # With vectorize=True, programs may rely on leading dims. And uncompiled steps precede a
         # recorded one, and a check would be recorded.
         at_once = (self.refuses_loops and not self._is_open) or is_recording()
-        mode: Mode | None = self.analyses.of(programs).get(_WAY, Mode.BATCHED if at_once else None)
+        mode: Mode | None = self.analyses.of(programs).get(_MODE, Mode.BATCHED if at_once else None)
         return mode
 
     def together(self, execution: Execution) -> bool:
@@ -434,7 +434,7 @@ class Runner:
         analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
         # A fresh analysis first tries the choice of the last one.
-        before: Mode | None = self._finding(programs, _WAY)
+        before: Mode | None = self._finding(programs, _MODE)
         errors = {} if error is None else {before or Mode.BATCHED: error}
         modes = [Mode.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
         if before is not None:
@@ -452,8 +452,8 @@ class Runner:
             if self.refuses_loops and errors:
                 raise next(iter(errors.values()))
         analysis.forget("run")  # check all runs again with the new vectorization
-        analysis.compared(_WAY, lambda: mode)
-        analysis.put(_WAY, mode)
+        analysis.compared(_MODE, lambda: mode)
+        analysis.put(_MODE, mode)
         if mode is not before:
             _log_choice(programs, mode, name, errors)
         return mode

@@ -318,12 +318,12 @@ class ParticleSampler:
         first = run or self.runner.run(execution, None)
         sample = WeightedParticles([first], [self._latest.block_of], self._latest)
         if run is None and count > 1:
-            sample = self._with_others(execution, sample, count, run_rows)
+            sample = self._with_fixed_sites(execution, sample, count, run_rows)
         if sample.structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(sample.structure)
         return sample
 
-    def _with_others(
+    def _with_fixed_sites(
         self,
         execution: Execution,
         sample: WeightedParticles,

@@ -131,15 +131,15 @@ def _angles(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     bend = torch.stack([-low, curve - low])
     size = 1 - curve.abs() + (1 + curve.square()).sqrt()
     scale = (1 + 2 * bend / size).rsqrt()
-    angle, left = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
-    while left.any():
+    angle, pending = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+    while pending.any():
         x = scale * torch.randn_like(scale)
         x = x / x.norm(dim=0)
         log_ratio = _log_i0(torch.hypot(second, correlation * x[1])) - _log_i0(second)
         envelope = size / 2 - 1 - (size / 2 + (bend * x.square()).sum(0)).log()
         log_density = first * (x[0] - 1) + log_ratio + low
-        taken = left & (torch.rand_like(first).log() < log_density - envelope)
-        angle, left = torch.where(taken, torch.atan2(x[1], x[0]), angle), left & ~taken
+        accepted = pending & (torch.rand_like(first).log() < log_density - envelope)
+        angle, pending = torch.where(accepted, torch.atan2(x[1], x[0]), angle), pending & ~accepted
     lean = correlation * angle.sin()
     second_angle = VonMises(torch.atan2(lean, second), torch.hypot(second, lean)).sample()
     angles = torch.stack([angle + fn.phi_loc, second_angle + fn.psi_loc], -1)

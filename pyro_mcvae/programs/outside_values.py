@@ -240,7 +240,7 @@ class Dependencies:
     :ivar objects: objects whose attributes a step may write.
     :ivar functions: the executed functions of the programs.
     :ivar generators: random number generators other than PyTorch's.
-    :ivar refused: the first read that cannot be compared, if any.
+    :ivar unsupported: the first read that cannot be compared, if any.
     """
 
     executed: ExecutedCode
@@ -249,7 +249,7 @@ class Dependencies:
     objects: list[object] = field(default_factory=list)
     functions: set[CodeType] = field(default_factory=set)
     generators: dict[str, object] = field(default_factory=dict)
-    refused: str = ""
+    unsupported: str = ""
     _names: frozenset[str] = frozenset()
     _named: set[str] = field(default_factory=set)
     _methods: set[tuple[int, str]] = field(default_factory=set)
@@ -305,10 +305,12 @@ class Dependencies:
             if not is_core(value.__code__):
                 self.functions.add(value.__code__)
                 self._named.update(names_of(value.__code__))
-                self._refuse(self.executed.outer.get(id(value.__code__), ""))
+                self._add_unsupported(self.executed.outer.get(id(value.__code__), ""))
         self._seen[id(value)] = value
         if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
-            self._refuse(f"reads more than {_MAX_ENTRIES} values that may change: {_TOO_MANY}")
+            self._add_unsupported(
+                f"reads more than {_MAX_ENTRIES} values that may change: {_TOO_MANY}"
+            )
             return
         if isinstance(value, _GENERATORS):
             self.generators[name] = value
@@ -356,7 +358,7 @@ class Dependencies:
             keys = [k for k in vars(value) if k in value.arg_constraints or k == "base_dist"]
             yield from _named(vars(value), f"'{{}}' of {name}", keys)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
-            self._refuse(f"reads an iterator, {name}: pass what it yields as an argument")
+            self._add_unsupported(f"reads an iterator, {name}: pass what it yields as an argument")
         if isinstance(value, ELBO):
             get = functools.partial(_attribute, value)
             yield Entry(get, "num_particles", get("num_particles"), f"num_particles of {name}")
@@ -375,7 +377,9 @@ class Dependencies:
             return
         self._count += len(value)
         if self._count > _MAX_ENTRIES:
-            self._refuse(f"reads {name}, of {len(value)} items: {_TOO_MANY}, make it a tensor")
+            self._add_unsupported(
+                f"reads {name}, of {len(value)} items: {_TOO_MANY}, make it a tensor"
+            )
         elif len(value) > _SHORT:
             yield Entry(_flat, value, _flat(value), name)
             items = list(value.values()) if isinstance(value, dict) else value
@@ -397,15 +401,15 @@ class Dependencies:
         content: Any = _content(value) if size <= _MAX_BYTES else None
         self._bytes += len(content) if isinstance(content, bytes) else size
         if self._bytes > _MAX_BYTES:
-            self._refuse(
+            self._add_unsupported(
                 f"reads an array, {name}, of {size} bytes: {_TOO_MANY}, make it a tensor, which is "
                 f"read at each step"
             )
         elif content is not None:
             yield Entry(_content, value, content, name)
 
-    def _refuse(self, why: str) -> None:
-        self.refused = self.refused or why
+    def _add_unsupported(self, why: str) -> None:
+        self.unsupported = self.unsupported or why
 
     def _attributes(self, value: object, kind: str) -> Iterator[Entry]:
         space = getattr(value, "__dict__", {})

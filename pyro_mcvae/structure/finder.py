@@ -19,7 +19,7 @@ from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_supp
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.vmap import particle_plates
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure import provenance
 from pyro_mcvae.structure.blocks import (
     Factor,
     Frames,
@@ -29,8 +29,8 @@ from pyro_mcvae.structure.blocks import (
     weigh_together,
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
-from pyro_mcvae.structure.dependencies import Dependencies, dependencies_of
-from pyro_mcvae.structure.independence import find_dependent_plates, find_shared_noise
+from pyro_mcvae.structure.interventions import find_dependent_plates, find_shared_noise
+from pyro_mcvae.structure.provenance import Dependencies, dependencies_of
 
 # Guide sites whose draws reach no data, because data depend on the guide's parameters instead.
 
@@ -186,9 +186,9 @@ class StructureFinder:
         factors = {key: Factor(f, None) for key, f in frames.items()}
         trace = not self.joint and needs_dependencies(factors, names)
         masked_by: dict[str, frozenset[str]] = {}
-        traced: dependencies.Dependencies | None = None
+        traced: provenance.Dependencies | None = None
         if trace or (self.find_roots and (len(names) > 1 or run.guide_data)):
-            traced = dependencies.dependencies_of(programs, names, run)
+            traced = provenance.dependencies_of(programs, names, run)
             factors = {key: Factor(f, traced.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in traced.masks.items() if f and k.program == "guide"}
         elif len(names) == 1:
@@ -220,7 +220,7 @@ class StructureFinder:
         )
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-        """For each factor, find the plates across whose elements it depends on latents."""
+        """Find, for each factor, the plates across whose elements it depends on latents."""
         analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
         links = analysis.cached(key, lambda: self._dependent_plates(programs, run, analysis, key))
         sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
@@ -291,7 +291,7 @@ def _roots(
     run: Run,
     random: list[Term],
     factors: Mapping[FactorKey, Factor],
-    traced: dependencies.Dependencies | None,
+    traced: provenance.Dependencies | None,
 ) -> frozenset[str]:
     """Return the guide's random sites that depend on no other reparameterized draw."""
     names = {t.key.name for t in random}

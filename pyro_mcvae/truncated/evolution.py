@@ -234,9 +234,13 @@ class InformedFlips(Mutation):
 def _strides(space: StateSpace, moves: Tensor, current: Tensor, value: Tensor) -> Tensor:
     """Lengthen some steps of counts, within their range."""
     step, last = value - current, space.table("move size", value.device)[moves] - 1
-    room = torch.where(step > 0, last - current, current)
-    scale = (4 * torch.rand(room.shape, device=room.device, dtype=torch.double) - 3).clamp_min(0.0)
-    distance = torch.minimum((room + 1).double().pow(scale).long(), room.clamp_min(1))
+    distance_left = torch.where(step > 0, last - current, current)
+    scale = (
+        4 * torch.rand(distance_left.shape, device=distance_left.device, dtype=torch.double) - 3
+    ).clamp_min(0.0)
+    distance = torch.minimum(
+        (distance_left + 1).double().pow(scale).long(), distance_left.clamp_min(1)
+    )
     return torch.where(space.table("wraps", value.device)[moves], value, current + step * distance)
 
 
@@ -259,7 +263,7 @@ class EvolutionaryUpdate:
     :param parents: chooses parents: :class:`FitnessProportional`, or a function of the log joint
         ``[E, S]`` and the number P that returns indices ``[E, P]``.
     :param mutation: :class:`InformedFlips`, :class:`UniformFlips`, another :class:`Mutation`, or a
-        function of :class:`Parents` and the number of children that returns states
+        function of :class:`.Parents` and the number of children that returns states
         ``[E, P, C, D]``.
     :raises ValueError: for numbers that are not ints of at least 1 (``num_generations``: at least
         0), and for operators that cannot be called.

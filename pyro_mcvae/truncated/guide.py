@@ -19,9 +19,9 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.joint import GuideDraws, JointRuns, Layouts, find_layouts, run_guide
-from pyro_mcvae.truncated.layout import DataIndex, StateLayout, StatesError
 from pyro_mcvae.truncated.posterior import StatePosterior, hidden_from_handlers, sample_states
 from pyro_mcvae.truncated.search import Population, PriorDraws, Proposals, evaluate, evolve, propose
+from pyro_mcvae.truncated.state_layout import DataIndex, StateLayout, StatesError
 from pyro_mcvae.truncated.states import StateSpace, distinct_states
 
 # The observations that the states of a datum were searched for, to detect other data.
@@ -59,7 +59,7 @@ class DataRecord:
         differs = (before[:, 0] - fingerprints[:, 0]).abs() > _TOLERANCE * scale
         if not bool(differs.any()):
             return fingerprints
-        names, many = sorted(map(repr, runs.layouts.given)), len(runs.layouts.given) > 1
+        names, many = sorted(map(repr, runs.layouts.fixed_data)), len(runs.layouts.fixed_data) > 1
         message = (
             f"site{'s' * many} {', '.join(names)} {'are' if many else 'is'} observed with other "
             f"values than before at datum {int(index[differs.to(index.device)][0])} of plate "
@@ -94,7 +94,7 @@ def _fingerprints(layouts: Layouts, sample: WeightedParticles) -> Tensor | None:
     sizes = sample.shapes[0]
     parts: list[Tensor] = []
     for term in run.terms:
-        if term.in_guide or term.key.name not in layouts.given or not sample.is_local(term):
+        if term.in_guide or term.key.name not in layouts.fixed_data or not sample.is_local(term):
             continue
         value, depth = term.site["value"].detach(), term.site["fn"].event_dim + run.nesting
         value = value.reshape((1,) * (depth - value.dim()) + value.shape)
@@ -388,8 +388,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         for key, value in state_dict.items():
             name = key[len(prefix) :]
             if key.startswith(prefix + "states_") and "." not in name:
-                kept = self._buffers.get(name)
-                if kept is None or kept.shape != value.shape:
+                buffer = self._buffers.get(name)
+                if buffer is None or buffer.shape != value.shape:
                     self.register_buffer(name, torch.empty_like(value))
                     self._layout_cache = []
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -404,7 +404,7 @@ class EStep:
     :param programs: the (possibly wrapped) model and its arguments; the guide may be this one in
         wrappers.
     :param sampler: runs the model.
-    :param given: existing draws of the guide's ``guide``.
+    :param fixed_data: existing draws of the guide's ``guide``.
     """
 
     def __init__(
@@ -453,17 +453,17 @@ class EStep:
 
         :param bool shared: exchange states with other ranks, if enabled, and store also theirs.
         """
-        kept = self._states
-        index = self.runs.data.index.to(kept.device)
+        states = self._states
+        index = self.runs.data.index.to(states.device)
         # If the log joint is NaN, keep the old states.
-        usable = ~population.log_joint.isnan().any(1).to(kept.device)
-        before = kept.index_select(0, index)
-        packed = torch.where(usable[:, None, None], population.packed.to(kept), before)
+        usable = ~population.log_joint.isnan().any(1).to(states.device)
+        before = states.index_select(0, index)
+        packed = torch.where(usable[:, None, None], population.packed.to(states), before)
         if shared and self._guide.exchange:
             index, packed = map(ranks.concat_over_ranks, (index, packed))
         index, packed = _deduplicated(index, packed)
         with torch.no_grad():
-            kept.index_copy_(0, index, packed)
+            states.index_copy_(0, index, packed)
         if self._observed is not None:
             self._guide._record.keep(self.runs, self._observed)
 

@@ -41,7 +41,7 @@ from pyro_mcvae.programs.types import (
 )
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.layout import (
+from pyro_mcvae.truncated.state_layout import (
     DataIndex,
     SiteSpec,
     StateLayout,
@@ -178,7 +178,8 @@ class Layouts:
     :ivar structure: its single block is that of the discrete sites.
     :ivar layout: the entries of the discrete sites.
     :ivar plates: the plates around any of the discrete sites.
-    :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
+    :ivar fixed_data: the observed sites whose values are neither drawn nor computed from
+        parameters.
     :ivar prior_draws: prior draws of the states, shape ``[states, D]``.
     """
 
@@ -186,7 +187,7 @@ class Layouts:
     structure: Structure
     layout: StateLayout
     plates: frozenset[PlateKey]
-    given: frozenset[str]
+    fixed_data: frozenset[str]
     prior_draws: Tensor
 
 
@@ -208,7 +209,7 @@ def find_layouts(
     programs = Programs(model, search, args, kwargs)
     with isolated(programs.owners), torch.no_grad():
         run = sampler.run_once(programs)
-        given_data = _constant_observations(programs, run)
+        fixed_data = _constant_observations(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
@@ -240,7 +241,7 @@ def find_layouts(
     data = DataIndex(tuple(frames[k].size for k in block.plates), torch.zeros(0))
     drawn = [layout.states({n: t.nodes[n]["value"] for n in names}, data) for t in draws]
     states = torch.cat(drawn).flatten(0, 1)[: max(prior_draws, 1)]
-    return Layouts(run.nesting, structure, layout, plates, given_data, states)
+    return Layouts(run.nesting, structure, layout, plates, fixed_data, states)
 
 
 def _constant_observations(programs: Programs, run: Run) -> frozenset[str]:
@@ -306,7 +307,7 @@ class JointRuns:
 
     :param sampler: vectorizes the runs, and caches the analyses of the programs.
     :param layouts: from :func:`find_layouts`.
-    :param given: existing draws of ``guide``, by site, and their minibatch.
+    :param fixed_data: existing draws of ``guide``, by site, and their minibatch.
     :ivar finite: whether all densities with a graph were finite.
     :ivar num_runs: the number of passes through the model.
     :ivar num_states: the number of evaluated states of a datum.

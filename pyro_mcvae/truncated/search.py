@@ -12,7 +12,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate, Parents
 from pyro_mcvae.truncated.joint import JointRuns, Leaves
-from pyro_mcvae.truncated.layout import DataIndex, StatesError
+from pyro_mcvae.truncated.state_layout import DataIndex, StatesError
 from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_rows
 
 

@@ -33,10 +33,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = ["step", "by hand", *times, "memory by hand", *(p.split(": ")[1] for p in memory)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
-        found = {p: f"{ratio:.2f}" for p, ratio in row["ratios"].items()}
+        result = {p: f"{ratio:.2f}" for p, ratio in row["ratios"].items()}
         line = [row["name"], f"{row['milliseconds']['by hand']:.1f} ms"]
-        line += [found.get(p, "") for p in times]
-        line += [f"{row['megabytes']['by hand']:.0f} MB", *(found.get(p, "") for p in memory)]
+        line += [result.get(p, "") for p in times]
+        line += [f"{row['megabytes']['by hand']:.0f} MB", *(result.get(p, "") for p in memory)]
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -35,36 +35,36 @@ from tests.models import (
 )
 
 Program = Callable[[], None]
-Case = tuple[
+Specialization = tuple[
     Program, Program, Tensor, bool
 ]  # model, guide, exact evidence, whether a mode is missed
 
 
-def gaussian(log_s: float) -> Case:
+def gaussian(log_s: float) -> Specialization:
     """Twenty data with a latent each; the guide's scale is exp(log_s)."""
     exact = ConjugateGaussian(N=20)
     exact.set_guide("exact", log_s=log_s)
     return exact.model, exact.guide, exact.log_evidence(), False
 
 
-def hierarchical(preset: str) -> Case:
+def hierarchical(preset: str) -> Specialization:
     """A global latent over ten local ones, weighed together: eleven dimensions."""
     exact = HierarchicalGaussian()
     exact.set_guide(preset)
     return exact.model, exact.guide, exact.log_evidence(), False
 
 
-def nested() -> Case:
+def nested() -> Specialization:
     exact = NestedGaussian()
     return exact.model, exact.guide, exact.log_evidence(), False
 
 
-def mixture() -> Case:
+def mixture() -> Specialization:
     exact = DiscreteMixture()
     return exact.model, exact.guide, exact.log_evidence(), False
 
 
-def regression(factor: float) -> Case:
+def regression(factor: float) -> Specialization:
     """Linear regression on five correlated columns; a mean field guide with scales too small."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(30, 5, generator=generator) + torch.randn(30, 1, generator=generator)
@@ -86,7 +86,7 @@ def regression(factor: float) -> Case:
     return model, guide, exact, False
 
 
-def gamma_rate(factor: float) -> Case:
+def gamma_rate(factor: float) -> Specialization:
     """Counts with a Gamma rate: a skewed posterior, a log-normal guide."""
     counts = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0])
     total, n = counts.sum(), len(counts)
@@ -111,7 +111,7 @@ def gamma_rate(factor: float) -> Case:
     return model, guide, exact, False
 
 
-def magnitude(both: bool) -> Case:
+def magnitude(both: bool) -> Specialization:
     """Two modes; the guide knows one, or both."""
     x = torch.full((3,), 3.0)
     exact = (dist.Normal(0.0, math.sqrt(1.25)).log_prob(x) + math.log(2)).sum()
@@ -136,7 +136,7 @@ def magnitude(both: bool) -> Case:
     return model, guide if both else single, exact, not both
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], Specialization]] = {
     "Gaussian, wide": lambda: gaussian(0.0),
     "Gaussian, narrow": lambda: gaussian(-0.7),
     "Gaussian, much too narrow": lambda: gaussian(-1.5),
@@ -152,13 +152,13 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def judged(case: Case, seed: int, num_particles: int) -> dict[str, float]:
+def judged(case: Specialization, seed: int, num_particles: int) -> dict[str, float]:
     """One verdict."""
     model, guide, exact, _ = case
     began = time.process_time()
-    found = report(model, guide, num_particles=num_particles, seed=seed, progress=False)
+    result = report(model, guide, num_particles=num_particles, seed=seed, progress=False)
     seconds = time.process_time() - began
-    plain, evidence = found.guide, found.evidence
+    plain, evidence = result.guide, result.evidence
     error = float(evidence.total - exact)
     z = error / max(float(evidence.total_standard_error), 1e-9)
     plain_z = float(plain.total - exact) / max(float(plain.total_standard_error), 1e-9)
@@ -166,10 +166,10 @@ def judged(case: Case, seed: int, num_particles: int) -> dict[str, float]:
     return {
         "guide": abs(plain_z) < 2 or abs(float(plain.total - exact)) < 1e-4,
         "report": abs(z) < 2 or abs(error) < 1e-4,
-        "trusted": found.trusted,
-        "too sure": found.trusted and abs(z) > 3 and off,
-        "misses": found.misses,
-        "chains": len(found.chains),
+        "trusted": result.trusted,
+        "too sure": result.trusted and abs(z) > 3 and off,
+        "misses": result.misses,
+        "chains": len(result.chains),
         "k": float(plain.pareto_k.median()),
         "error": error,
         "z": z,
@@ -178,7 +178,7 @@ def judged(case: Case, seed: int, num_particles: int) -> dict[str, float]:
 
 
 def row(name: str, rows: list[dict[str, float]]) -> list[str]:
-    def share(key: str, among: list[dict[str, float]] = rows) -> str:
+    def fraction(key: str, among: list[dict[str, float]] = rows) -> str:
         return f"{sum(r[key] for r in among) / len(among):.2f}" if among else ""
 
     trusted = [r for r in rows if r["trusted"]]
@@ -186,12 +186,12 @@ def row(name: str, rows: list[dict[str, float]]) -> list[str]:
     return [
         name,
         f"{ks[len(ks) // 20]:.2f} to {ks[-1 - len(ks) // 20]:.2f}",
-        share("guide"),
-        share("report"),
-        share("trusted"),
-        share("report", trusted),
-        share("too sure"),
-        share("misses"),
+        fraction("guide"),
+        fraction("report"),
+        fraction("trusted"),
+        fraction("report", trusted),
+        fraction("too sure"),
+        fraction("misses"),
         f"{statistics.mean(r['chains'] for r in rows):.1f}",
         f"{statistics.median(r['seconds'] for r in rows):.1f} s",
     ]
@@ -203,8 +203,8 @@ def weights() -> list[list[str]]:
     head = ["draws", *(f"{a:.1f} to {b:.1f}" for a, b in itertools.pairwise(bins))]
     lines = [["below".join(h.split("-9.0 to")) for h in head], ["---", *["---:"] * (len(head) - 1)]]
     for count, repeats in ((100, 400), (1000, 400), (10_000, 100)):
-        found = [scored(count, repeats, *case) for case in WEIGHTS]
-        k, covered = (torch.cat([f[i] for f in found]) for i in range(2))
+        result = [scored(count, repeats, *case) for case in WEIGHTS]
+        k, covered = (torch.cat([f[i] for f in result]) for i in range(2))
         shares = [covered[(k >= a) & (k < b)].double() for a, b in itertools.pairwise(bins)]
         lines.append([f"{count}", *(f"{float(s.mean()):.2f} ({len(s)})" for s in shares)])
     return lines

@@ -57,19 +57,19 @@ def regression(prior: float, factor: float, full: bool = False) -> tuple[object,
 def models(first: tuple, second: tuple) -> Callable[[int], Row]:
     def judged(seed: int) -> Row:
         pairs = {"a": first[:2], "b": second[:2]}
-        found = compare_models(pairs, num_particles=1000, seed=seed, progress=False)
+        result = compare_models(pairs, num_particles=1000, seed=seed, progress=False)
         exact = float(first[2] - second[2])
-        value, error = found.difference("a", "b")
-        sure = len(found.best) == 1
+        value, error = result.difference("a", "b")
+        sure = len(result.best) == 1
         winner = "a" if exact > 0 else "b"
-        evidence = found["a"]
+        evidence = result["a"]
         off = abs(float(evidence.total - first[2]))
         return {
             "evidence": off < 2 * float(evidence.total_standard_error) + 1e-4,
             "within": abs(value - exact) < 2 * error,
-            "doubtful": bool(found.doubtful),
+            "doubtful": bool(result.doubtful),
             "sure": sure,
-            "wrong": sure and found.best != [winner],
+            "wrong": sure and result.best != [winner],
         }
 
     return judged
@@ -108,27 +108,27 @@ def learned(make: Callable[[], Learned]) -> Callable[[int], Row]:
         losses = {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(10)}
         adam = pyro.optim.Adam({"lr": 0.03})
         options = {"num_steps": 100, "num_checks": 1, "seed": seed, "progress": False}
-        found = compare(
+        result = compare(
             case.model, case.guide, test, losses=losses, optim=adam, batches=[train], **options
         )
         here, everywhere = {}, {}
-        for name in found:
-            found.use(name)
+        for name in result:
+            result.use(name)
             with torch.no_grad():
                 here[name] = float(case.exact(test).mean())
                 everywhere[name] = float(case.exact(many).mean()) if case.population else here[name]
-        gain, error = found.gain("IWAE", "ELBO")
-        heavy = any(float(f.evidence.unreliable.double().mean()) > 0.05 for f in found.values())
-        sure = len(found.best) == 1 and not heavy
+        gain, error = result.gain("IWAE", "ELBO")
+        heavy = any(float(f.evidence.unreliable.double().mean()) > 0.05 for f in result.values())
+        sure = len(result.best) == 1 and not heavy
         winner = max(everywhere, key=lambda n: everywhere[n])
-        evidence = found["IWAE"].evidence
+        evidence = result["IWAE"].evidence
         return {
             "evidence": abs(float(evidence.mean) - here["IWAE"])
             < 2 * float(evidence.mean_standard_error) + 1e-4,
             "within": abs(gain - everywhere["IWAE"] + everywhere["ELBO"]) < 2 * error,
             "doubtful": heavy,
             "sure": sure,
-            "wrong": sure and found.best != [winner],
+            "wrong": sure and result.best != [winner],
         }
 
     return judged
@@ -317,7 +317,7 @@ CASES: dict[str, Callable[[int], Row]] = {
 }
 
 
-def share(rows: list[Row], key: str) -> str:
+def fraction(rows: list[Row], key: str) -> str:
     return f"{sum(r[key] for r in rows) / len(rows):.2f}" if rows else ""
 
 
@@ -338,8 +338,8 @@ def main() -> None:
             rows = [judged(seed) for seed in range(args.seeds)]
             seconds = (time.process_time() - began) / args.seeds
             calm = [r for r in rows if not r["doubtful"]]
-            shares = [share(rows, key) for key in ("evidence", "within", "doubtful")]
-            shares += [share(calm, "within"), share(rows, "sure"), share(rows, "wrong")]
+            shares = [fraction(rows, key) for key in ("evidence", "within", "doubtful")]
+            shares += [fraction(calm, "within"), fraction(rows, "sure"), fraction(rows, "wrong")]
             print(f"| {name} | {args.seeds} | {' | '.join(shares)} | {seconds:.2f} s |", flush=True)
 
 

@@ -88,8 +88,8 @@ def measure(exact, kernel, num_steps, coordinates, estimator=None, count=1000, c
         surrogate = chain.log_weight.mean(0)
         if kernel.adjusted:
             surrogate = surrogate + (estimator or accept_score)(chain)
-        found = torch.autograd.grad(surrogate.sum(), programs.params)
-        grads.append(torch.cat([g.reshape(chunk, -1) for g in found], 1))
+        result = torch.autograd.grad(surrogate.sum(), programs.params)
+        grads.append(torch.cat([g.reshape(chunk, -1) for g in result], 1))
         bounds.append((chain.log_weight.detach().mean(0).sum(-1) - log_evidence) / exact.N)
         acceptance.append(torch.stack([i.acceptance.mean() for i in chain.infos]).mean())
     gap = torch.cat(bounds)

@@ -116,23 +116,23 @@ def kernels() -> Iterator[tuple[str, Any]]:
     for rule, size in [*sizes.items(), ("gradient", lambda: LearnedStepSize(0.05))]:
         yield f"ULA, {rule}", ULA(size() if rule != "gradient" else LearnedStepSize(0.01))
         for momentum in MOMENTA:
-            yield f"momentum {momentum}, {rule}", UnderdampedLangevin(size(), momentum)
+            yield f"momentum {momentum}, {rule}", UnderdampedLangevin(size(), momentum=momentum)
 
 
 def objectives(k: int) -> dict[str, Any]:
     """Chains of K transitions as they could be by default."""
-    found = {"SIS, ULA": TraceSIS_ELBO(k, ULA(), **MANY)}
-    found["SIS, momentum 0.9"] = TraceSIS_ELBO(k, UnderdampedLangevin(), **MANY)
+    result = {"SIS, ULA": TraceSIS_ELBO(k, ULA(), **MANY)}
+    result["SIS, momentum 0.9"] = TraceSIS_ELBO(k, UnderdampedLangevin(), **MANY)
     for momentum in (0.7, 0.9):
         kernel = UnderdampedLangevin.trained(k, momentum)
-        found[f"SIS, trained from {momentum}"] = TraceSIS_ELBO(
+        result[f"SIS, trained from {momentum}"] = TraceSIS_ELBO(
             kernel=kernel, schedule=LearnedSchedule(k), **MANY
         )
     for name, make in {"MALA": MALA, "HMC 2": partial(HMC, num_leapfrog=2)}.items():
-        found[f"AIS, {name}"] = TraceAIS_ELBO(k, make(), **MANY)
+        result[f"AIS, {name}"] = TraceAIS_ELBO(k, make(), **MANY)
         schedule = LearnedSchedule(k)
-        found[f"AIS, {name}, schedule"] = TraceAIS_ELBO(kernel=make(), schedule=schedule, **MANY)
-    return found
+        result[f"AIS, {name}, schedule"] = TraceAIS_ELBO(kernel=make(), schedule=schedule, **MANY)
+    return result
 
 
 def compare_defaults(
@@ -144,9 +144,9 @@ def compare_defaults(
         for posterior in posteriors.values():
             elbo = objectives(num_steps)[name]
             begin = time.process_time()
-            found = gap(posterior, elbo, settle, judge)
+            result = gap(posterior, elbo, settle, judge)
             step = 1e3 * (time.process_time() - begin) / (settle + judge)
-            cells.append(f"{found:8.3f} [{step:.0f}]")
+            cells.append(f"{result:8.3f} [{step:.0f}]")
         print(f"{name:24}", *cells, flush=True)
 
 

@@ -20,11 +20,11 @@ def main() -> None:
 
         def reads(loss, programs):
             pyro.clear_param_store()
-            training, found = Training(loss, programs, device), []
+            training, result = Training(loss, programs, device), []
             for validation in (True, False):
                 pyro.enable_validation(validation)
-                found.append(len(training.reads(steps=7)))
-            return found
+                result.append(len(training.reads(steps=7)))
+            return result
 
         beside = {}
         for name, (loss, programs) in test_reads.CASES.items():

@@ -49,8 +49,8 @@ def main() -> None:
     print("| seed | " + " | ".join(f"worst, {s} | last ten, {s}" for s in shares) + " |")
     print("| --- " * (1 + 2 * len(shares)) + "|")
     for seed in args.seeds:
-        found = [bounds(task, seed, args, share) for share in shares]
-        row = [f"{min(f[20:]):.0f} | {statistics.fmean(f[-10:]):.1f}" for f in found]
+        result = [bounds(task, seed, args, fraction) for fraction in shares]
+        row = [f"{min(f[20:]):.0f} | {statistics.fmean(f[-10:]):.1f}" for f in result]
         print(f"| {seed} | " + " | ".join(row) + " |", flush=True)
 
 

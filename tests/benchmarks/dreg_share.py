@@ -19,14 +19,14 @@ from tests.benchmarks.posteriors.models import eight_schools
 
 def spread(model: object, guide: AutoNormal, estimator: str, count: int) -> Tensor:
     """Of each location's gradient."""
-    elbo = TraceIWAE_ELBO(10, estimator, joint=True)
+    elbo = TraceIWAE_ELBO(10, gradient_estimator=estimator, joint=True)
     locations = [p for name, p in guide.named_parameters() if "locs" in name]
-    found = []
+    result = []
     for _ in range(count):
         guide.zero_grad()
         elbo.loss_and_grads(model, guide)
-        found.append(torch.cat([p.grad.reshape(-1) for p in locations]))
-    return torch.stack(found).std(0)
+        result.append(torch.cat([p.grad.reshape(-1) for p in locations]))
+    return torch.stack(result).std(0)
 
 
 def main(count: int = 200, num_steps: int = 1500) -> None:
@@ -42,8 +42,8 @@ def main(count: int = 200, num_steps: int = 1500) -> None:
             svi.step()
         for estimator in ("auto", "reparam", "dreg"):
             pyro.set_rng_seed(1)
-            found = spread(model, guide, estimator, count)
-            print(f"after {steps:4} steps  {estimator:8} {float(found.median()):.2f}", flush=True)
+            result = spread(model, guide, estimator, count)
+            print(f"after {steps:4} steps  {estimator:8} {float(result.median()):.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,15 +75,15 @@ def resident(begin=False):
 def judge(name, vae, x, options):
     before = resident(begin=True)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = log_evidence(vae.model, vae.guide, x, **options)
+    result = log_evidence(vae.model, vae.guide, x, **options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    error = float(found.standard_error.square().sum().sqrt()) / len(x)
-    k = found.pareto_k[found.pareto_k.isfinite()]
+    error = float(result.standard_error.square().sum().sqrt()) / len(x)
+    k = result.pareto_k[result.pareto_k.isfinite()]
     tail = f", Pareto k median {float(k.median()):.2f}" if len(k) else ""
     print(
         f"{name}, {len(x)} images: {wall:.1f} s ({cpu:.1f} s CPU), memory {before:.0f} MiB before, "
         f"{resident():.0f} at the most, "
-        f"bound {float(found.bound.mean()):.2f}, log evidence {float(found.mean):.2f} ± "
+        f"bound {float(result.bound.mean()):.2f}, log evidence {float(result.mean):.2f} ± "
         f"{error:.2f}{tail}; load {os.getloadavg()[0]:.1f}"
     )
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from pyro_mcvae import ULA, CompiledELBO, TraceAIS_ELBO, TraceSIS_ELBO
 from tests.benchmarks import by_hand as hand
 from tests.benchmarks import suite
-from tests.benchmarks.suite import Case
+from tests.benchmarks.suite import Specialization
 from tests.benchmarks.vae import VAE
 
 OBJECTIVES = {"SGVB": 1, "IWAE": 10, "SIS": 5, "AIS": 5, "RB": 1}
@@ -56,11 +56,11 @@ class Leading(nn.Module):
         self.inside = inside
 
     def forward(self, z: Tensor) -> Tensor:
-        found: Tensor = self.inside(z.reshape(-1, z.shape[-1]))
-        return found.reshape(*z.shape[:-1], found.shape[-1])
+        result: Tensor = self.inside(z.reshape(-1, z.shape[-1]))
+        return result.reshape(*z.shape[:-1], result.shape[-1])
 
 
-def networks(case: Case) -> VAE:
+def networks(case: Specialization) -> VAE:
     """Model and guide of a case; of "paper" the networks of Thin et al. (2021)."""
     vae = VAE(case, stored=False)
     if case.decoder == "paper":
@@ -72,7 +72,7 @@ def networks(case: Case) -> VAE:
     return vae.to(case.device)
 
 
-def images(case: Case, count: int | None = None) -> Tensor:
+def images(case: Specialization, count: int | None = None) -> Tensor:
     made = torch.Generator().manual_seed(0)
     shape = count or case.batch, case.pixels
     return torch.rand(shape, generator=made).bernoulli(generator=made).to(case.device)
@@ -110,11 +110,11 @@ def no_waiting(device: str) -> Iterator[None]:
 
 def bounds(loss: Any, vae: VAE, x: Tensor, count: int = 30) -> Tensor:
     """The bound of each of several steps, per datum."""
-    found = [loss.bounds(vae.model, vae.guide, x).total for _ in range(count)]
-    return torch.stack(found).cpu().double() / len(x)
+    result = [loss.bounds(vae.model, vae.guide, x).total for _ in range(count)]
+    return torch.stack(result).cpu().double() / len(x)
 
 
-def check(case: Case, make: Callable[[], Any]) -> dict[str, Any]:
+def check(case: Specialization, make: Callable[[], Any]) -> dict[str, Any]:
     """
     A few steps of one objective.
 
@@ -137,14 +137,14 @@ def check(case: Case, make: Callable[[], Any]) -> dict[str, Any]:
     apart = abs(float(here.mean() - there.mean()))
     assert apart <= 5 * error + 1e-3, f"bounds differ by {apart:.4g}, with error {error:.2g}"
     vae.to(case.device)
-    found = {"bound": float(here.mean()), "of the CPU": float(there.mean())}
+    result = {"bound": float(here.mean()), "of the CPU": float(there.mean())}
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast(case.device, dtype=dtype):
             half = bounds(loss, vae, x)
-        found[str(dtype)] = float(half.mean())
+        result[str(dtype)] = float(half.mean())
         apart = abs(float(half.mean() - here.mean()))
         assert apart <= 5 * error + 5e-3 * abs(float(here.mean())), f"{dtype}: {apart:.4g} apart"
-    return found
+    return result
 
 
 # --- Speed ----------------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ def check(case: Case, make: Callable[[], Any]) -> dict[str, Any]:
 
 def gradient_step(loss: Callable[[], Tensor], *modules: Any) -> Callable[[], Tensor]:
     """A training step that reads nothing."""
-    found = [list(m.parameters()) for m in modules if isinstance(m, nn.Module)]
-    optimizer = torch.optim.Adam([p for part in found for p in part], lr=1e-3)
+    result = [list(m.parameters()) for m in modules if isinstance(m, nn.Module)]
+    optimizer = torch.optim.Adam([p for part in result for p in part], lr=1e-3)
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -165,7 +165,7 @@ def gradient_step(loss: Callable[[], Tensor], *modules: Any) -> Callable[[], Ten
     return step
 
 
-def side(name: str, case: Case, make: Callable[[], Any]) -> Callable[[], Tensor]:
+def side(name: str, case: Specialization, make: Callable[[], Any]) -> Callable[[], Tensor]:
     """One way to train: the plain loss, recorded, compiled, or by hand."""
     vae, x = networks(case), images(case)
     if name.startswith("by hand"):
@@ -200,13 +200,13 @@ def speed(step: Callable[[], Tensor], device: str, seconds: float, warm: int) ->
     rate = count / (time.perf_counter() - began)
     loss = float(value.detach())
     assert math.isfinite(loss), f"the loss is {loss}"
-    found = {"steps per second": rate, "first seconds": first, "loss": loss}
+    result = {"steps per second": rate, "first seconds": first, "loss": loss}
     if device == "cuda":
-        found["gigabytes"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+        result["gigabytes"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
 
 
-def cases(device: str, small: bool) -> Iterator[tuple[str, Case]]:
+def cases(device: str, small: bool) -> Iterator[tuple[str, Specialization]]:
     """The networks: those of most interest first."""
     sizes = {"latent": 4, "pixels": 16, "hidden": 8} if small else {}
     batches = (5, 10) if small else (100, 1000)
@@ -217,13 +217,16 @@ def cases(device: str, small: bool) -> Iterator[tuple[str, Case]]:
             given = {"latent": 4} if small and decoder == "paper" else dict(sizes)
             if objective == "RB":
                 given["latent"] = 10
-            case = Case(objective, size, batch, decoder=decoder, device=device, **given)
+            case = Specialization(objective, size, batch, decoder=decoder, device=device, **given)
             yield f"{objective}-{size}, {decoder}, batch {batch}", case
     for name in DEFAULTS:
-        yield f"{name}, mlp, batch {batches[0]}", Case(name, 5, batches[0], device=device, **sizes)
+        yield (
+            f"{name}, mlp, batch {batches[0]}",
+            Specialization(name, 5, batches[0], device=device, **sizes),
+        )
 
 
-def made(case: Case) -> Callable[[], Any]:
+def made(case: Specialization) -> Callable[[], Any]:
     return DEFAULTS.get(case.objective) or partial(suite.objective, case)
 
 
@@ -232,7 +235,7 @@ def made(case: Case) -> Callable[[], Any]:
 
 def epoch(device: str, small: bool) -> dict[str, float]:
     """Seconds of an epoch of table 1's SIS-5."""
-    case = Case("SIS", 5, 10 if small else 100, decoder="paper", device=device)
+    case = Specialization("SIS", 5, 10 if small else 100, decoder="paper", device=device)
     vae, data = networks(case), images(case, 30 if small else 60_000)
     loss = TraceSIS_ELBO(5, ULA(), coordinates="latent")
     batch: list[Tensor] = []
@@ -267,10 +270,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         try:
-            found = run()
+            result = run()
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:500]}
-        rows.append({"part": part, "name": name, **found})
+            result = {"error": f"{type(error).__name__}: {error}"[:500]}
+        rows.append({"part": part, "name": name, **result})
         line = json.dumps(rows[-1])
         print(line, flush=True)
         if args.out is not None:
@@ -287,7 +290,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         about = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
         report("about", "versions", lambda: {**about, "pyro": pyro.__version__})
 
-        def todo(part: str) -> Iterator[tuple[str, Case]]:
+        def todo(part: str) -> Iterator[tuple[str, Specialization]]:
             """The cases of a part, while its share of the minutes lasts."""
             parts = list(SHARES)
             after = sum(SHARES[p] for p in parts[parts.index(part) + 1 :])
@@ -307,7 +310,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                     continue
                 warm = 3 if one in ("plain", "by hand") or args.small else 30
 
-                def measure(case: Case = case, one: str = one, warm: int = warm) -> dict[str, Any]:
+                def measure(
+                    case: Specialization = case, one: str = one, warm: int = warm
+                ) -> dict[str, Any]:
                     return speed(side(one, case, made(case)), args.device, seconds, warm)
 
                 report("speed", f"{name}: {one}", measure)

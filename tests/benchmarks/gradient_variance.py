@@ -22,7 +22,7 @@ ROWS = {
     "SGVB, estimator B": lambda: TraceSGVB_ELBO(),
     **{f"RenyiELBO(0), K = {k}": lambda k=k: RenyiELBO(0, k, **MANY) for k in (5, 50)},
     **{
-        f"IWAE {e}, K = {k}": lambda e=e, k=k: TraceIWAE_ELBO(k, e, **MANY)
+        f"IWAE {e}, K = {k}": lambda e=e, k=k: TraceIWAE_ELBO(k, gradient_estimator=e, **MANY)
         for e in ("reparam", "dreg", "stl", "vimco")
         for k in (5, 50)
     },
@@ -36,8 +36,8 @@ def main(count: int = 400) -> None:
     print(f"{'estimator':24}{'total variance':>16}{'signal-to-noise':>18}")
     for name, make in ROWS.items():
         pyro.set_rng_seed(0)
-        found = gradients(make(), exact, count)
-        flat = torch.cat([found[k].reshape(count, -1) for k in ("W", "c", "log_s")], dim=1)
+        result = gradients(make(), exact, count)
+        flat = torch.cat([result[k].reshape(count, -1) for k in ("W", "c", "log_s")], dim=1)
         ratio = (flat.mean(0).abs() / flat.std(0)).mean()
         print(f"{name:24}{flat.var(0).sum():16.3g}{ratio:18.3f}", flush=True)
 

@@ -26,13 +26,13 @@ def peak(make: Callable[[], Callable[[], Any]], device: str, warmup: int = 3) ->
         torch.cuda.reset_peak_memory_stats()
         step()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
         step = make()
         for _ in range(warmup):
             step()
         with record_function(_MARK):
             step()
-    events = found.profiler.kineto_results.events()
+    events = result.profiler.kineto_results.events()
     begin = next(e.start_ns() for e in events if e.name() == _MARK)
     blocks = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     held = sum(n for at, n in blocks if at < begin)

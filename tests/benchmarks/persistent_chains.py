@@ -52,12 +52,12 @@ class Chains:
                 new_value, new_slope = self.gradient(new, x)
                 momentum = momentum + self.step_size / 2 * new_slope
             kinetic = (start.square() - momentum.square()).sum(-1) / 2
-            share = (new_value - value + kinetic).exp().clamp(max=1.0)
-            taken = torch.rand_like(share) < share
+            fraction = (new_value - value + kinetic).exp().clamp(max=1.0)
+            taken = torch.rand_like(fraction) < fraction
             z = torch.where(taken[:, None], new, z)
             slope = torch.where(taken[:, None], new_slope, slope)
             value = torch.where(taken, new_value, value)
-            self.step_size = self.step_size * (1 + 0.05 * (share.mean() - TARGET))
+            self.step_size = self.step_size * (1 + 0.05 * (fraction.mean() - TARGET))
         self.codes[rows] = z
         return z
 

@@ -138,10 +138,10 @@ def by_nuts(name: str, length: Length, seed: int, jit: bool) -> Iterator[Found]:
     chain = MCMC(kernel, length.draws, length.warmup, hook_fn=hook, disable_progbar=True)
     start = time.process_time()
     chain.run()
-    found = chain.get_samples()
+    result = chain.get_samples()
     for count in (length.draws // 10, length.draws // 3, length.draws):
         seconds, gradients = marks[count - 1]
-        first = {n: v[:count] for n, v in found.items()}
+        first = {n: v[:count] for n, v in result.items()}
         method = f"{'jitted NUTS' if jit else 'NUTS'}, {count} draws"
         # A traced step does not call the model.
         yield method, first, seconds, seconds, 0 if jit else gradients

@@ -67,11 +67,11 @@ def entered(step: Callable[[], Any]) -> list[CodeType]:
     The functions of the package that are called, in the order of the first time; lambdas and
     comprehensions as their own.
     """
-    found: dict[CodeType, None] = {}
+    result: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and PACKAGE in Path(frame.f_code.co_filename).parents:
-            found[frame.f_code] = None
+            result[frame.f_code] = None
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -79,7 +79,7 @@ def entered(step: Callable[[], Any]) -> list[CodeType]:
         step()
     finally:
         sys.setprofile(before)
-    return list(found)
+    return list(result)
 
 
 @cache
@@ -102,13 +102,13 @@ def definitions(file: str) -> dict[tuple[str, int], tuple[range, str | None]]:
     tree = ast.parse(Path(file).read_text())
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     owners = {member: node.name for node in classes for member in node.body}
-    found = {}
+    result = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             extent = range(first, (node.end_lineno or first) + 1)
-            found[node.name, first] = extent, owners.get(node)
-    return found
+            result[node.name, first] = extent, owners.get(node)
+    return result
 
 
 def counted(step: Callable[[], Any]) -> tuple[int, int, int, int]:
@@ -116,10 +116,10 @@ def counted(step: Callable[[], Any]) -> tuple[int, int, int, int]:
     functions, classes, lines = set(), set(), set()
     for code in entered(step):
         file = code.co_filename
-        found = definitions(file).get((code.co_name, code.co_firstlineno))
-        if found is None:  # a lambda or comprehension: a part of its function
+        result = definitions(file).get((code.co_name, code.co_firstlineno))
+        if result is None:  # a lambda or comprehension: a part of its function
             continue
-        extent, owner = found
+        extent, owner = result
         functions.add(code)
         if owner is not None:
             classes.add((file, owner))

@@ -42,8 +42,8 @@ def seconds(x: Tensor, kernel: HMC, least: int, seed: int) -> tuple[float, Tenso
     pyro.set_rng_seed(seed)
     start = time.process_time()
     with mock.patch.object(annealing, "_LONG", least):
-        found = log_evidence(model, guide, x, num_particles=10, schedule=200, kernel=kernel)
-    return time.process_time() - start, found.log_evidence
+        result = log_evidence(model, guide, x, num_particles=10, schedule=200, kernel=kernel)
+    return time.process_time() - start, result.log_evidence
 
 
 def main() -> None:

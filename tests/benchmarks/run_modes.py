@@ -32,7 +32,7 @@ Program = Callable[..., None]
 
 
 @dataclass
-class Case:
+class Specialization:
     """
     :ivar model: takes whether it is written to broadcast; returns the model.
     :ivar guide: likewise.
@@ -82,11 +82,11 @@ class Recurrent(nn.Module):
         self.cell, self.out = nn.GRUCell(num_latents, 32), nn.Linear(32, 4)
 
     def forward(self, z: Tensor) -> Tensor:
-        hidden, found = z.new_zeros(len(z), 32), []
+        hidden, result = z.new_zeros(len(z), 32), []
         for _ in range(16):
             hidden = self.cell(z, hidden)
-            found.append(self.out(hidden))
-        return torch.cat(found, -1)
+            result.append(self.out(hidden))
+        return torch.cat(result, -1)
 
 
 def convolutions(num_latents: int) -> nn.Module:
@@ -102,24 +102,26 @@ def convolutions(num_latents: int) -> nn.Module:
     )
 
 
-def autoencoder(name: str, decoder: nn.Module, pixels: int, device: str) -> tuple[Case, Tensor]:
+def autoencoder(
+    name: str, decoder: nn.Module, pixels: int, device: str
+) -> tuple[Specialization, Tensor]:
     encoder = Encoder(pixels, 16).to(device)
     decoder = decoder.to(device)
     # A multilayer perceptron broadcasts as it is.
     plain = isinstance(decoder, nn.Sequential) and isinstance(decoder[-1], nn.Linear)
     model = {flat: Decoded(decoder, 16, flat and not plain) for flat in (False, True)}
     x = torch.rand(100, pixels, device=device).bernoulli()
-    return Case(name, 10, model.__getitem__, lambda broadcasts: encoder), x
+    return Specialization(name, 10, model.__getitem__, lambda broadcasts: encoder), x
 
 
-def regression(device: str) -> tuple[Case, Tensor]:
+def regression(device: str) -> tuple[Specialization, Tensor]:
     """Logistic, on the breast cancer data of scikit-learn: 569 rows, 30 columns."""
     from sklearn import datasets
 
-    found = datasets.load_breast_cancer()
-    features = torch.tensor(found.data, dtype=torch.float, device=device)
+    result = datasets.load_breast_cancer()
+    features = torch.tensor(result.data, dtype=torch.float, device=device)
     features = (features - features.mean(0)) / features.std(0)
-    y = torch.tensor(found.target, dtype=torch.float, device=device)
+    y = torch.tensor(result.target, dtype=torch.float, device=device)
 
     def made(broadcasts: bool) -> Program:
         def model(x: Tensor) -> None:
@@ -132,10 +134,10 @@ def regression(device: str) -> tuple[Case, Tensor]:
 
     guide = AutoNormal(made(True))
     guide(features)
-    return Case("regression, X @ w", 100, made, lambda broadcasts: guide), features
+    return Specialization("regression, X @ w", 100, made, lambda broadcasts: guide), features
 
 
-def topics(device: str) -> tuple[Case, Tensor]:
+def topics(device: str) -> tuple[Specialization, Tensor]:
     """As scvi-tools' AmortizedLDA writes it: ``softmax(1)``, and a product from the right."""
     words, count = 200, 10
     encoder = Encoder(words, count).to(device)
@@ -146,17 +148,17 @@ def topics(device: str) -> tuple[Case, Tensor]:
             pyro.param("topics", table)
             with pyro.plate("data", len(x)):
                 z = pyro.sample("z", dist.Normal(x.new_zeros(count), 1.0).to_event(1))
-                share = z.softmax(-1 if broadcasts else 1)
-                mean = share @ pyro.param("topics").softmax(-1)
+                fraction = z.softmax(-1 if broadcasts else 1)
+                mean = fraction @ pyro.param("topics").softmax(-1)
                 pyro.sample("x", dist.Poisson(50 * mean).to_event(1), obs=x)
 
         return model
 
     x = torch.randint(0, 3, (100, words), device=device).float()
-    return Case("topics, softmax(1)", 10, made, lambda broadcasts: encoder), x
+    return Specialization("topics, softmax(1)", 10, made, lambda broadcasts: encoder), x
 
 
-def hidden_markov(device: str) -> tuple[Case, Tensor]:
+def hidden_markov(device: str) -> tuple[Specialization, Tensor]:
     """States that the model sums, ten of them in a row, and an offset of each sequence."""
     length, logits = 10, torch.eye(3, device=device)
 
@@ -178,10 +180,10 @@ def hidden_markov(device: str) -> tuple[Case, Tensor]:
 
     encoder = Encoder(length, 1).to(device)
     x = torch.randn(100, length, device=device)
-    return Case("hidden Markov, z[:, 0]", 10, made, lambda broadcasts: encoder), x
+    return Specialization("hidden Markov, z[:, 0]", 10, made, lambda broadcasts: encoder), x
 
 
-def cases(device: str) -> Iterator[tuple[Case, Tensor]]:
+def cases(device: str) -> Iterator[tuple[Specialization, Tensor]]:
     mlp = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 64))
     yield autoencoder("autoencoder, 64-128-16", mlp, 64, device)
     yield autoencoder("convolutional decoder, 28x28", convolutions(16), 784, device)
@@ -199,7 +201,7 @@ WAYS: dict[str, tuple[bool, tuple[Mode, ...]]] = {
 }
 
 
-def step_of(case: Case, x: Tensor, mode: str) -> Callable[[], float]:
+def step_of(case: Specialization, x: Tensor, mode: str) -> Callable[[], float]:
     """A step by one way, after those that find it out; returns the loss."""
     broadcasts, tried = WAYS[mode]
     loss = TraceIWAE_ELBO(case.num_particles, vectorize_particles=None if tried else False)
@@ -211,8 +213,8 @@ def step_of(case: Case, x: Tensor, mode: str) -> Callable[[], float]:
     with mock.patch.object(runner, "_AT_ONCE", tried):
         for _ in range(2):  # the programs are analysed anew at the second
             step()
-    found = loss.sampler.runner.mode(programs)
-    assert found in (tried or (Mode.LOOPED,)), f"{case.name}: {found}"
+    result = loss.sampler.runner.mode(programs)
+    assert result in (tried or (Mode.LOOPED,)), f"{case.name}: {result}"
     return step
 
 
@@ -228,7 +230,7 @@ def seconds(steps: dict[str, Callable[[], float]], rounds: int, device: str) -> 
                 torch.cuda.synchronize()
             if i >= 2:
                 times[name].append(clock() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(result) for name, result in times.items()}
 
 
 def main() -> None:
@@ -244,9 +246,9 @@ def main() -> None:
     print("| program | K | leading dim | vmap | loop |\n| --- | ---: | ---: | ---: | ---: |")
     for case, x in cases(args.device):
         pyro.clear_param_store()
-        found = seconds({mode: step_of(case, x, mode) for mode in WAYS}, args.steps, args.device)
-        base = found["leading dim"]
-        ratios = " | ".join(f"{found[mode] / base:.2f}" for mode in ("vmap", "loop"))
+        result = seconds({mode: step_of(case, x, mode) for mode in WAYS}, args.steps, args.device)
+        base = result["leading dim"]
+        ratios = " | ".join(f"{result[mode] / base:.2f}" for mode in ("vmap", "loop"))
         print(
             f"| {case.name} | {case.num_particles} | {1e3 * base:.1f} ms | {ratios} |", flush=True
         )

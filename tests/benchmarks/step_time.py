@@ -98,12 +98,16 @@ def main() -> None:
                 1,
             ),
             "IWAE-10 reparam / RenyiELBO(0)": (
-                TraceIWAE_ELBO(10, "reparam", **many),
+                TraceIWAE_ELBO(10, gradient_estimator="reparam", **many),
                 RenyiELBO(0, 10, **many),
                 1,
             ),
             "SGVB / TraceMeanField_ELBO": (TraceSGVB_ELBO(), TraceMeanField_ELBO(), 3),
-            "SGVB estimator A / Trace_ELBO": (TraceSGVB_ELBO(1, False), Trace_ELBO(), 3),
+            "SGVB estimator A / Trace_ELBO": (
+                TraceSGVB_ELBO(1, analytic_kl=False),
+                Trace_ELBO(),
+                3,
+            ),
         }
         for name, (ours, theirs, more) in rows.items():
             compare(name, with_pyro(ours, x), with_pyro(theirs, x), more * args.steps)

@@ -58,7 +58,7 @@ RATIOS = [
 
 
 @dataclass(frozen=True)
-class Case:
+class Specialization:
     """One row: an objective at one size."""
 
     objective: str
@@ -81,7 +81,7 @@ class Case:
             "Volatility": "SIS-{}, stochastic volatility",
         }
         name = names.get(self.objective, f"{self.objective}-{{}}").format(self.size)
-        usual = Case("", latent=10) if self.objective == "RB" else Case("")
+        usual = Specialization("", latent=10) if self.objective == "RB" else Specialization("")
         fields = ("batch", "latent", "pixels", "hidden")
         sizes = {n: (getattr(self, n), getattr(usual, n)) for n in fields}
         parts = [f"{n} {now}" for n, (now, before) in sizes.items() if now != before]
@@ -89,7 +89,7 @@ class Case:
         return "; ".join([name, ", ".join(parts)] if parts else [name])
 
 
-def cases(device: str, quick: bool = False, compiled: bool = False) -> Iterator[Case]:
+def cases(device: str, quick: bool = False, compiled: bool = False) -> Iterator[Specialization]:
     """
     Every objective at one size, and each size varied by itself.
 
@@ -98,7 +98,7 @@ def cases(device: str, quick: bool = False, compiled: bool = False) -> Iterator[
     sizes = {"SGVB": (1,), "IWAE": (5, 10, 50), "SIS": (3, 5, 10), "AIS": (3, 5, 10)}
     for objective, several in sizes.items():
         middle = several[len(several) // 2]
-        case = partial(Case, objective, device=device)
+        case = partial(Specialization, objective, device=device)
         yield case(middle)
         if quick:
             continue
@@ -107,21 +107,21 @@ def cases(device: str, quick: bool = False, compiled: bool = False) -> Iterator[
         yield from (case(middle, batch=batch) for batch in (20, 500))
         yield case(middle, latent=8)
         yield case(middle, decoder="conv")
-    others = [partial(Case, "RB", latent=10, device=device)]
+    others = [partial(Specialization, "RB", latent=10, device=device)]
     if device == "cpu":  # what it is compared with runs there
-        others.append(partial(Case, "Truncated", 64))
+        others.append(partial(Specialization, "Truncated", 64))
     for case in others:
         yield case()
         if not quick:
             yield case(validation=True)
             yield from (case(batch=batch) for batch in (20, 500))
     if compiled:
-        yield Case("SIS", 5, latent=16, pixels=64, hidden=200, device=device)
+        yield Specialization("SIS", 5, latent=16, pixels=64, hidden=200, device=device)
     if compiled and device == "cpu":
-        yield Case("Volatility", 10)
+        yield Specialization("Volatility", 10)
 
 
-def objective(case: Case) -> Any:
+def objective(case: Specialization) -> Any:
     many: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
     return {
         "SGVB": lambda: TraceSGVB_ELBO(max_plate_nesting=1),
@@ -132,7 +132,7 @@ def objective(case: Case) -> Any:
     }[case.objective]()
 
 
-def nearest(case: Case) -> Any:
+def nearest(case: Specialization) -> Any:
     """Pyro's loss that comes closest; chains have none, and stand beside the plain ELBO."""
     if case.objective == "RB":
         return TraceEnum_ELBO(max_plate_nesting=1)  # the exact sum
@@ -142,7 +142,7 @@ def nearest(case: Case) -> Any:
     return RenyiELBO(0, case.size, **many) if case.objective == "IWAE" else Trace_ELBO()
 
 
-def by_hand(case: Case) -> Callable[[hand.Plain, Tensor], Tensor]:
+def by_hand(case: Specialization) -> Callable[[hand.Plain, Tensor], Tensor]:
     """The bound in plain PyTorch."""
     return {
         "SGVB": hand.sgvb,
@@ -153,14 +153,14 @@ def by_hand(case: Case) -> Callable[[hand.Plain, Tensor], Tensor]:
     }[case.objective]
 
 
-def svi_step(case: Case, loss: Any, x: Tensor) -> Step:
+def svi_step(case: Specialization, loss: Any, x: Tensor) -> Step:
     vae = VAE(case)
     guide = config_enumerate(vae.guide) if isinstance(loss, TraceEnum_ELBO) else vae.guide
     svi = SVI(vae.model, guide, pyro.optim.Adam({"lr": 1e-3}), loss=loss)
     return lambda: svi.step(x)
 
 
-def plain_step(case: Case, x: Tensor, way: type[hand.Plain] = hand.Plain) -> Step:
+def plain_step(case: Specialization, x: Tensor, way: type[hand.Plain] = hand.Plain) -> Step:
     vae = VAE(case, stored=False)
     if vae.discrete:
         way = {hand.Plain: hand.Categories, hand.Bare: hand.BareCategories}[way]
@@ -168,7 +168,7 @@ def plain_step(case: Case, x: Tensor, way: type[hand.Plain] = hand.Plain) -> Ste
     return step
 
 
-def module_step(case: Case, x: Tensor) -> Step:
+def module_step(case: Specialization, x: Tensor) -> Step:
     """``elbo(model, guide)`` with an optimizer of PyTorch."""
     vae = VAE(case, stored=False)
     module = objective(case)(vae.model, vae.guide)
@@ -186,7 +186,9 @@ def module_step(case: Case, x: Tensor) -> Step:
     return step
 
 
-def least_step(case: Case, x: Tensor, backward: bool = True, gradients: bool = True) -> Step:
+def least_step(
+    case: Specialization, x: Tensor, backward: bool = True, gradients: bool = True
+) -> Step:
     """
     The networks alone, as often as the algorithm needs them: no densities, no optimizer.
 
@@ -234,10 +236,10 @@ def medians(
             times[name].append(1e3 * (clock() - start))
         if i >= 12 and clock() - begin > limit:
             break
-    return {name: statistics.median(found[5:] or found) for name, found in times.items()}
+    return {name: statistics.median(result[5:] or result) for name, result in times.items()}
 
 
-def sides(case: Case, compiled: bool = False) -> dict[str, Callable[[], Step]]:
+def sides(case: Specialization, compiled: bool = False) -> dict[str, Callable[[], Step]]:
     """What is measured, the objective under SVI first."""
     if case.objective == "Truncated":
         return truncated_sides.sides(case)
@@ -245,7 +247,7 @@ def sides(case: Case, compiled: bool = False) -> dict[str, Callable[[], Step]]:
         return volatility.sides(case, compiled)
     torch.manual_seed(0)
     x = torch.rand(case.batch, case.pixels).bernoulli().to(case.device)
-    found = {
+    result = {
         "SVI": lambda: svi_step(case, objective(case), x),
         "module": lambda: module_step(case, x),
         "by hand": lambda: plain_step(case, x),
@@ -255,14 +257,16 @@ def sides(case: Case, compiled: bool = False) -> dict[str, Callable[[], Step]]:
     }
     if compiled:
         for name, backend in {"replay": "eager", "Inductor": "inductor"}.items():
-            found[name] = lambda b=backend: svi_step(case, CompiledELBO(objective(case), b), x)
+            result[name] = lambda b=backend: svi_step(case, CompiledELBO(objective(case), b), x)
     if compiled and case.device != "cpu":
         loss = partial(CompiledELBO, mode="reduce-overhead")
-        found["CUDA graphs"] = lambda: svi_step(case, loss(objective(case)), x)
-    return found
+        result["CUDA graphs"] = lambda: svi_step(case, loss(objective(case)), x)
+    return result
 
 
-def run(case: Case, count: int, limit: float = math.inf, compiled: bool = False) -> dict[str, Any]:
+def run(
+    case: Specialization, count: int, limit: float = math.inf, compiled: bool = False
+) -> dict[str, Any]:
     """Times, ratios and memory of one case."""
     pyro.enable_validation(case.validation)
     pyro.clear_param_store()
@@ -275,9 +279,9 @@ def run(case: Case, count: int, limit: float = math.inf, compiled: bool = False)
     for name in steps.keys() & {*_COMPILED}:
         for _ in range(_SETTLES):
             steps[name]()
-    found = medians(steps, count, case.device, limit)
-    ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS if {a, b} <= found.keys()}
+    result = medians(steps, count, case.device, limit)
+    ratios = {f"{a} / {b}": result[a] / result[b] for a, b in RATIOS if {a, b} <= result.keys()}
     for side in sorted(counted - {"by hand"}):
         ratios[f"memory: {side} / by hand"] = megabytes[side] / megabytes["by hand"]
     about = {**asdict(case), "name": case.name}
-    return {**about, "milliseconds": found, "megabytes": megabytes, "ratios": ratios}
+    return {**about, "milliseconds": result, "megabytes": megabytes, "ratios": ratios}

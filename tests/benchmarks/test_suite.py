@@ -18,7 +18,7 @@ from tests.benchmarks import (
     volatility,
     where,
 )
-from tests.benchmarks.suite import Case
+from tests.benchmarks.suite import Specialization
 from tests.benchmarks.truncated_by_hand import ByHand
 
 
@@ -30,7 +30,7 @@ def single_precision(double_precision):
 @pytest.mark.parametrize("decoder", ["mlp", "conv"])
 @pytest.mark.parametrize("objective", ["SGVB", "IWAE", "SIS", "AIS"])
 def test_both_sides_have_one_bound(objective, decoder):
-    case = Case(objective, size=2, batch=3, latent=4, decoder=decoder)
+    case = Specialization(objective, size=2, batch=3, latent=4, decoder=decoder)
     x = torch.rand(3, suite.PIXELS).bernoulli()
     vae, elbo = suite.VAE(case), suite.objective(case)
     ours = [elbo.loss(vae.model, vae.guide, x) for _ in range(30)]
@@ -41,11 +41,11 @@ def test_both_sides_have_one_bound(objective, decoder):
 
 
 def test_the_rao_blackwellized_step_has_the_bound_and_gradient():
-    case = Case("RB", size=1, batch=3, latent=4)
+    case = Specialization("RB", size=1, batch=3, latent=4)
     x = torch.rand(3, suite.PIXELS).bernoulli()
     vae, elbo = suite.VAE(case), suite.objective(case)
     vae.encoder[2].bias.data = torch.randn(4)
-    weight, found = vae.encoder[2].bias, []
+    weight, result = vae.encoder[2].bias, []
     for bound in (
         lambda: -elbo.differentiable_loss(vae.model, vae.guide, x),
         lambda: suite.by_hand(case)(by_hand.Categories(vae), x),
@@ -56,10 +56,10 @@ def test_the_rao_blackwellized_step_has_the_bound_and_gradient():
             value = bound()
             (gradient,) = torch.autograd.grad(value, weight)
             drawn.append(torch.cat([value.detach().reshape(1), gradient]))
-        found.append(torch.stack(drawn))
-    for other in found[1:]:
-        error = ((found[0].var(0) + other.var(0)) / 100).sqrt()
-        assert (abs(found[0].mean(0) - other.mean(0)) < 4.5 * error + 1e-4).all()
+        result.append(torch.stack(drawn))
+    for other in result[1:]:
+        error = ((result[0].var(0) + other.var(0)) / 100).sqrt()
+        assert (abs(result[0].mean(0) - other.mean(0)) < 4.5 * error + 1e-4).all()
 
 
 def test_truncated_sides_have_one_free_energy():
@@ -75,26 +75,26 @@ def test_truncated_sides_have_one_free_energy():
 
 def test_volatility_sides_have_one_density():
     y, one, programs = volatility.returns(), volatility.ByHand(), volatility.Programs()
-    found = []
+    result = []
     for h in torch.randn(3, volatility.LENGTH):
         conditioned = pyro.condition(programs.model, {"h": h})
         log_joint = pyro.poutine.trace(conditioned).get_trace(y).log_prob_sum()
-        found.append(log_joint - one.log_joint(y, h))
-    torch.testing.assert_close(found[0].expand(3), torch.stack(found), rtol=1e-4, atol=1e-3)
+        result.append(log_joint - one.log_joint(y, h))
+    torch.testing.assert_close(result[0].expand(3), torch.stack(result), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("way", [by_hand.Distributions, by_hand.Bare])
 @pytest.mark.parametrize("objective", ["SGVB", "IWAE", "SIS", "AIS"])
 def test_every_way_of_running_the_programs_is_the_same_step(objective, way):
-    case = Case(objective, size=2, batch=3, latent=4)
+    case = Specialization(objective, size=2, batch=3, latent=4)
     x = torch.rand(3, suite.PIXELS).bernoulli()
     vae, bound = suite.VAE(case, stored=False), suite.by_hand(case)
-    found = []
+    result = []
     for one in (by_hand.Plain, way):
         torch.manual_seed(0)
         value = bound(one(vae), x)
-        found.append([value, *torch.autograd.grad(value, list(vae.parameters()))])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        result.append([value, *torch.autograd.grad(value, list(vae.parameters()))])
+    torch.testing.assert_close(*result, rtol=1e-4, atol=1e-4)
 
 
 def test_memory_is_counted():
@@ -113,18 +113,18 @@ def test_memory_is_counted():
 
 
 def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
-    small = [Case(name, size=2, batch=3, latent=4) for name in ("SGVB", "SIS")]
-    small.append(Case("Truncated", size=4, batch=3, latent=64))
+    small = [Specialization(name, size=2, batch=3, latent=4) for name in ("SGVB", "SIS")]
+    small.append(Specialization("Truncated", size=4, batch=3, latent=64))
     monkeypatch.setattr(suite, "cases", lambda *_: iter(small))
     out = tmp_path / "benchmark.json"
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--steps", "2", "--out", str(out)])
     threads = torch.get_num_threads()
     __main__.main()
     torch.set_num_threads(threads)
-    found = json.loads(out.read_text())
-    assert found["about"]["torch"] == torch.__version__
-    assert [row["objective"] for row in found["rows"]] == ["SGVB", "SIS", "Truncated"]
-    for row in found["rows"][:2]:
+    result = json.loads(out.read_text())
+    assert result["about"]["torch"] == torch.__version__
+    assert [row["objective"] for row in result["rows"]] == ["SGVB", "SIS", "Truncated"]
+    for row in result["rows"][:2]:
         assert set(row["milliseconds"]) == {
             "SVI",
             "module",
@@ -146,23 +146,23 @@ def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
 def test_parts_add_up_to_the_step(monkeypatch):
     times = iter([1.0, 4.0, 4.0, 6.0, 6.5, 7.0, 7.5, 10.0])
     monkeypatch.setattr(suite, "medians", lambda steps, *_: dict(zip(steps, times, strict=True)))
-    found = where.parts(Case("SGVB", batch=3, latent=4), 1)
-    assert found["backward"] == 3.0
-    assert found["this package"] == 0.5
-    assert sum(found.values()) == 10.0
-    lines = where.table({"SGVB": found}).splitlines()
+    result = where.parts(Specialization("SGVB", batch=3, latent=4), 1)
+    assert result["backward"] == 3.0
+    assert result["this package"] == 0.5
+    assert sum(result.values()) == 10.0
+    lines = where.table({"SGVB": result}).splitlines()
     assert lines[2] == "| networks forward | 1.0 ms, 10% |"
     assert lines[-1] == "| the whole step | 10.0 ms |"
 
 
 @pytest.mark.parametrize("objective", ["SGVB", "SIS"])
 def test_chains_differentiate_gradients_and_others_do_not(objective):
-    case = Case(objective, size=2, batch=3, latent=4)
+    case = Specialization(objective, size=2, batch=3, latent=4)
     counts = {}
     for rung in ("networks forward", "backward", "double backward"):
-        with profile(activities=[ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CPU]) as result:
             where.ladder(case)[rung]()()
-        events = {e.key: e.count for e in found.key_averages()}
+        events = {e.key: e.count for e in result.key_averages()}
         names = ("aten::tanh", "TanhBackward0", "TanhBackwardBackward0")
         counts[rung] = [events.get(name, 0) for name in names]
     # The encoder, and the decoder at each state of a chain: the last one's gradient moves nothing.

@@ -55,7 +55,7 @@ def measure(
             pyro.sample("x", dist.Normal(decoder(z), log_sigma.exp()).to_event(1), obs=x[index])
 
     evolution = EvolutionaryUpdate(*update, mutation=mutation or InformedFlips())
-    guide = TruncatedPosterior(model, S, evolution)
+    guide = TruncatedPosterior(model, S, evolution=evolution)
     elbo = TraceTruncated_ELBO(num_gradient_states=gradient_states, max_plate_nesting=1)
     module = (elbo if backend is None else CompiledELBO(elbo, backend))(model, guide)
     optimizer = torch.optim.Adam([*decoder.parameters(), logits, log_sigma], lr=1e-3)
@@ -78,16 +78,16 @@ def sides(rounds=3):
         {"N": 2000, "S": 64},
         {"N": 2000, "S": 64, "batch": 512},
     ):
-        found = {None: [], "eager": [], "inductor": []}
+        result = {None: [], "eager": [], "inductor": []}
         for _ in range(rounds):
-            for backend, seconds in found.items():
+            for backend, seconds in result.items():
                 # Its first epochs record and compile, and the last minibatch is smaller.
                 epochs = 4 if "batch" in settings else 2
                 run = measure(
                     mutation=UniformFlips(), backend=backend, epochs=epochs, **settings, warm=epochs
                 )
                 seconds.append(run[0])
-        plain, replay, inductor = (statistics.median(s) for s in found.values())
+        plain, replay, inductor = (statistics.median(s) for s in result.values())
         print(
             f"{settings}: plain {plain:.3f} s, replay {replay:.3f} ({replay / plain:.2f}), "
             f"Inductor {inductor:.3f} ({inductor / plain:.2f})",
@@ -128,7 +128,7 @@ def slope(points):
     return float((xs * ys).sum() / (xs * xs).sum())
 
 
-def draw(found, path):
+def draw(result, path):
     """Seconds of an epoch over N, H and S, and bytes of the states over N * S * H."""
     import matplotlib
 
@@ -136,14 +136,14 @@ def draw(found, path):
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for name, points in found.items():
+    for name, points in result.items():
         values, seconds, memory, full = zip(*points, strict=True)
         fixed = ", ".join(f"{k} = {v}" for k, v in SCALES[name].items() if k != name)
         label = f"over {name} ({fixed}): slope {slope(points):.2f}"
         left.loglog(values, seconds, "o-", label=label)
         right.loglog(full, memory, "o", label=f"over {name}")
     left.set(xlabel="N, H or S", ylabel="CPU seconds of an epoch")
-    everything = sorted(p[3] for points in found.values() for p in points)
+    everything = sorted(p[3] for points in result.values() for p in points)
     right.loglog(everything, everything, "k--", label="N S H bytes")
     right.loglog(everything, [n / 8 for n in everything], "k:", label="N S H bits")
     right.set(xlabel="N S H", ylabel="bytes of the states")

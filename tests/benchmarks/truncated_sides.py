@@ -98,7 +98,7 @@ def _elbo() -> TraceTruncated_ELBO:
 
 def _guide(hand: ByHand, model: Callable[..., None]) -> TruncatedPosterior:
     guide = TruncatedPosterior(
-        model, hand.S, EvolutionaryUpdate(*hand.update, mutation=UniformFlips())
+        model, hand.S, evolution=EvolutionaryUpdate(*hand.update, mutation=UniformFlips())
     )
     guide.register_buffer("states_data", hand.stored.clone())
     return guide

@@ -28,8 +28,8 @@ class ConvDecoder(nn.Module):
         )
 
     def forward(self, z: Tensor) -> Tensor:
-        found = self.stages(self.first(z).reshape(-1, 64, 7, 7))
-        return found.reshape(*z.shape[:-1], PIXELS)
+        result = self.stages(self.first(z).reshape(-1, 64, 7, 7))
+        return result.reshape(*z.shape[:-1], PIXELS)
 
 
 class VAE(nn.Module):

@@ -117,13 +117,13 @@ def sides(case: Any, compiled: bool) -> dict[str, Callable[[], Step]]:
     def objective() -> TraceSIS_ELBO:
         return TraceSIS_ELBO(case.size, ULA(STEP), max_plate_nesting=1)
 
-    found = {
+    result = {
         "SVI": lambda: svi_step(objective(), y),
         "by hand": lambda: by_hand_step(case.size, y),
     }
     if compiled:
-        found["replay"] = lambda: svi_step(CompiledELBO(objective(), "eager"), y)
-        found["Inductor"] = lambda: svi_step(CompiledELBO(objective()), y)
+        result["replay"] = lambda: svi_step(CompiledELBO(objective(), "eager"), y)
+        result["Inductor"] = lambda: svi_step(CompiledELBO(objective()), y)
     if importlib.util.find_spec("numpyro"):
-        found["AutoDAIS"] = lambda: numpyro_step(case.size, y)
-    return found
+        result["AutoDAIS"] = lambda: numpyro_step(case.size, y)
+    return result

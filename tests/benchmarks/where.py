@@ -17,12 +17,12 @@ import torch
 
 from tests.benchmarks import by_hand as hand
 from tests.benchmarks import suite
-from tests.benchmarks.suite import Case
+from tests.benchmarks.suite import Specialization
 
 OBJECTIVES = (("SGVB", 1), ("IWAE", 10), ("SIS", 5), ("AIS", 5))
 
 
-def ladder(case: Case) -> dict[str, Callable[[], suite.Step]]:
+def ladder(case: Specialization) -> dict[str, Callable[[], suite.Step]]:
     """What is added, and the step that has it."""
     torch.manual_seed(0)
     x = torch.rand(case.batch, suite.PIXELS).bernoulli().to(case.device)
@@ -40,16 +40,16 @@ def ladder(case: Case) -> dict[str, Callable[[], suite.Step]]:
     }
 
 
-def parts(case: Case, count: int, limit: float = 60.0) -> dict[str, float]:
+def parts(case: Specialization, count: int, limit: float = 60.0) -> dict[str, float]:
     """Milliseconds that each part adds."""
     pyro.clear_param_store()
     steps = {name: make() for name, make in ladder(case).items()}
     times = suite.medians(steps, count, case.device, limit)
     before = [0.0, *times.values()]
-    found = {n: t - b for (n, t), b in zip(times.items(), before[:-1], strict=True)}
+    result = {n: t - b for (n, t), b in zip(times.items(), before[:-1], strict=True)}
     if case.objective in ("SGVB", "IWAE"):
-        del found["double backward"]  # the same step again
-    return found
+        del result["double backward"]  # the same step again
+    return result
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -59,8 +59,8 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     for name in names:
         line = [name]
         for row in rows.values():
-            share = row.get(name, 0.0) / sum(row.values())
-            line.append(f"{row[name]:.1f} ms, {100 * share:.0f}%" if name in row else "")
+            fraction = row.get(name, 0.0) / sum(row.values())
+            line.append(f"{row[name]:.1f} ms, {100 * fraction:.0f}%" if name in row else "")
         lines.append(line)
     lines.append(["the whole step", *(f"{sum(row.values()):.1f} ms" for row in rows.values())])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     pyro.enable_validation(args.validation)
-    cases = [Case(name, size, device=args.device) for name, size in OBJECTIVES]
+    cases = [Specialization(name, size, device=args.device) for name, size in OBJECTIVES]
     heads = [c.objective + (f"-{c.size}" if c.objective != "SGVB" else "") for c in cases]
     print(table({h: parts(c, args.steps) for h, c in zip(heads, cases, strict=True)}))
 

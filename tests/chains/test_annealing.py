@@ -56,11 +56,11 @@ def chains(kernel, num_steps=4, count=20_000, schedule=LinearSchedule, density=c
     ("schedule", "num_steps"), [*zip(SCHEDULES.values(), [1, 5, 2], strict=True)]
 )
 def test_mean_weight_is_the_evidence(make, schedule, num_steps):
-    found = chains(make(), num_steps, schedule=schedule).log_weight
-    weight = (found - LOG_EVIDENCE).exp()
+    result = chains(make(), num_steps, schedule=schedule).log_weight
+    weight = (result - LOG_EVIDENCE).exp()
     assert weight.std() < 6
     assert_mean(weight, torch.tensor(1.0))
-    assert found.mean() < LOG_EVIDENCE  # And the bound is a bound.
+    assert result.mean() < LOG_EVIDENCE  # And the bound is a bound.
 
 
 @kernels
@@ -77,8 +77,8 @@ def test_the_evidence_does_not_need_a_good_step_size(make):
 def test_the_bound_rises_with_the_number_of_steps(name):
     means = []
     for num_steps in (1, 4, 16):
-        found = chains(KERNELS[name](), num_steps, 4000).log_weight
-        means.append(found.mean())
+        result = chains(KERNELS[name](), num_steps, 4000).log_weight
+        means.append(result.mean())
     assert means == sorted(means)
     assert means[-1] < LOG_EVIDENCE + 0.01
 
@@ -92,7 +92,7 @@ def test_sis_weight_by_hand(make):
     moves = torch.stack([info.log_ratio for info in chain.infos]).sum(0)
     assert torch.allclose(chain.log_weight, base + weight - first_base + moves)
     assert len(chain.infos) == 3
-    assert chain.rest == []
+    assert chain.to_go == []
 
 
 def test_each_move_is_towards_its_own_density():
@@ -128,22 +128,22 @@ def test_ais_weight_by_hand(make, last_transition):
         visited.append(chain.state.log_weight)
     increments = [d * w for d, w in zip(betas.diff(), visited, strict=True)]
     assert torch.allclose(chain.log_weight, sum(increments))
-    assert len(chain.infos) == len(chain.rest) == (3 if last_transition else 2)
-    assert torch.allclose(chain.rest[0], increments[1] + increments[2])
-    assert torch.allclose(chain.rest[1], increments[2])
+    assert len(chain.infos) == len(chain.to_go) == (3 if last_transition else 2)
+    assert torch.allclose(chain.to_go[0], increments[1] + increments[2])
+    assert torch.allclose(chain.to_go[1], increments[2])
     if last_transition:
-        assert (chain.rest[2] == 0).all()
+        assert (chain.to_go[2] == 0).all()
 
 
 @adjusted
 def test_the_last_transition_changes_the_draw_only(make):
     evaluate = evaluator(correlated)
-    start, found = evaluate(torch.randn(50, 2)), []
+    start, result = evaluate(torch.randn(50, 2)), []
     for last in (True, False):
         torch.manual_seed(1)
-        found.append(anneal(start, LinearSchedule(3)(), make(), evaluate, last_transition=last))
-    assert torch.equal(found[0].log_weight, found[1].log_weight)
-    assert (found[0].state.position != found[1].state.position).any()
+        result.append(anneal(start, LinearSchedule(3)(), make(), evaluate, last_transition=last))
+    assert torch.equal(result[0].log_weight, result[1].log_weight)
+    assert (result[0].state.position != result[1].state.position).any()
 
 
 COUNTS = {
@@ -231,9 +231,9 @@ def test_ais_gradient_is_that_of_the_sum_over_all_accept_paths(
     assert total == pytest.approx(1.0)
     parameters = list(problem.parameters())
     expected = torch.autograd.grad(exact, parameters, retain_graph=True)
-    found = torch.autograd.grad(estimate, parameters, retain_graph=True)
+    result = torch.autograd.grad(estimate, parameters, retain_graph=True)
     without = torch.autograd.grad(telling, parameters)
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, result, strict=True):
         assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)
     # The score-function terms matter.
     pairs = zip(expected, without, strict=True)
@@ -266,14 +266,14 @@ def test_sis_gradient_is_that_of_finite_differences(make, multi_sample):
 
 @kernels
 def test_evaluators_with_and_without_graphs_agree(make):
-    found = []
+    result = []
     kernel = make()
     for create_graph in (True, False):
         torch.manual_seed(0)
         evaluate = evaluator(correlated, create_graph)
         start = evaluate(torch.randn(5, 2))
-        found.append(anneal(start, LinearSchedule(3)(), kernel, evaluate).log_weight)
-    assert torch.allclose(found[0], found[1])
+        result.append(anneal(start, LinearSchedule(3)(), kernel, evaluate).log_weight)
+    assert torch.allclose(result[0], result[1])
 
 
 @kernels

@@ -19,15 +19,15 @@ def target(beta=0.7):
 def test_one_leapfrog_step_is_mala_draw_by_draw(eta):
     eta = torch.as_tensor(eta)
     start = target().evaluate(torch.randn(100, 2))
-    found = []
+    result = []
     for kernel in (MALA(eta), HMC((2 * eta).sqrt(), num_leapfrog=1)):
         torch.manual_seed(5)
         state, infos = start, []
         for _ in range(4):
             state, info = kernel.step(state, target())
             infos.append(info)
-        found.append((state, infos))
-    (a, first), (b, second) = found
+        result.append((state, infos))
+    (a, first), (b, second) = result
     assert torch.allclose(a.position, b.position)
     for i, j in zip(first, second, strict=True):
         assert torch.equal(i.accepted, j.accepted)
@@ -40,7 +40,7 @@ def test_the_ratio_is_that_of_the_momenta(monkeypatch):
     momentum = torch.randn(10, 2)
     start = target().evaluate(torch.randn(10, 2))
     frozen(monkeypatch, momentum)
-    proposal = HMC(0.3, 4).propose(start, target())
+    proposal = HMC(0.3, num_leapfrog=4).propose(start, target())
     # The same by a plain loop.
     z, p = start.position, momentum
     for _ in range(4):
@@ -55,11 +55,11 @@ def test_the_ratio_is_that_of_the_momenta(monkeypatch):
 def test_laziness_rejects_a_share_and_bounds_the_score():
     """With the same noise: the same moves, each kept with 1 - laziness."""
     start = target().evaluate(torch.randn(2000, 2))
-    found = []
+    result = []
     for laziness in (0.0, 0.2):
         torch.manual_seed(5)
-        found.append(HMC(0.4, 2, laziness=laziness).step(start, target())[1])
-    eager, lazy = found
+        result.append(HMC(0.4, num_leapfrog=2, laziness=laziness).step(start, target())[1])
+    eager, lazy = result
     assert torch.allclose(lazy.acceptance, 0.8 * eager.acceptance)
     assert not (lazy.accepted & ~eager.accepted).any()
     rejected = lazy.log_prob[~lazy.accepted]
@@ -78,7 +78,7 @@ def test_jitter_breaks_orbits_that_close():
     normal = evaluator(lambda z: (-0.5 * z.square().sum(-1), torch.zeros(z.shape[:-1])))
     around = math.sqrt(2 - 2 * math.cos(2 * math.pi / 10))
     for jitter in (0.0, 0.3):
-        kernel, to = HMC(around, 10, jitter), Target(normal, torch.tensor(1.0))
+        kernel, to = HMC(around, num_leapfrog=10, jitter=jitter), Target(normal, torch.tensor(1.0))
         state = normal(torch.full((1000, 1), 3.0))
         for _ in range(25):
             state, _ = kernel.step(state, to)
@@ -93,10 +93,10 @@ def test_jitter_breaks_orbits_that_close():
 @pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
 def test_bad_shares(name, value):
     with pytest.raises(ValueError, match=f"{name} must be at least 0 and less than 1, got"):
-        HMC(0.1, 3, **{name: value})
+        HMC(0.1, num_leapfrog=3, **{name: value})
 
 
 @pytest.mark.parametrize("num_leapfrog", [0, -1, 2.0, True, None])
 def test_bad_num_leapfrog(num_leapfrog):
     with pytest.raises(ValueError, match="num_leapfrog must be an int of at least 1, got"):
-        HMC(0.1, num_leapfrog)
+        HMC(0.1, num_leapfrog=num_leapfrog)

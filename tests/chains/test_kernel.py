@@ -83,10 +83,10 @@ def test_acceptance_is_the_metropolis_ratio(make):
     chosen = torch.where(info.accepted, info.acceptance, 1 - info.acceptance)
     assert torch.allclose(info.log_prob, chosen.log())
     # Everything that was computed at the chosen state goes with it, nothing is computed again.
-    for new, old, found in zip(proposal.state, state, moved, strict=True):
-        if found is not None:
-            bits = info.accepted.reshape(50, *[1] * (found.dim() - 1))
-            assert torch.equal(found, torch.where(bits, new, old))
+    for new, old, result in zip(proposal.state, state, moved, strict=True):
+        if result is not None:
+            bits = info.accepted.reshape(50, *[1] * (result.dim() - 1))
+            assert torch.equal(result, torch.where(bits, new, old))
 
 
 @adjusted
@@ -138,17 +138,17 @@ def test_one_bad_datum_leaves_the_others_alone(make):
         return standard_normal(z), torch.cos(z * factor).sum(-1)
 
     position = torch.randn(4, 6, 2)
-    found = []
+    result = []
     for bad in (None, 2):
         target = Target(evaluator(lambda z, bad=bad: density(z, bad)), torch.tensor(0.5))
         torch.manual_seed(7)
         state, infos = run(make(), target.evaluate(position), target, 5)
-        found.append((state.position, torch.stack([i.acceptance for i in infos])))
+        result.append((state.position, torch.stack([i.acceptance for i in infos])))
     others = [0, 1, 3, 4, 5]
-    assert torch.equal(found[0][0][:, others], found[1][0][:, others])
-    assert torch.equal(found[0][1][:, :, others], found[1][1][:, :, others])
-    assert found[1][0].isfinite().all()
-    assert (found[1][1][:, :, 2] == 0).all()
+    assert torch.equal(result[0][0][:, others], result[1][0][:, others])
+    assert torch.equal(result[0][1][:, :, others], result[1][1][:, :, others])
+    assert result[1][0].isfinite().all()
+    assert (result[1][1][:, :, 2] == 0).all()
 
 
 @kernels

@@ -52,10 +52,10 @@ def test_sigmoid_by_hand(slope, num_steps):
     k = torch.arange(num_steps + 1)
     s = torch.sigmoid(slope * (2 * k / num_steps - 1))
     expected = (s - s[0]) / (s[-1] - s[0])
-    found = SigmoidSchedule(num_steps, slope)()
-    assert torch.allclose(found, expected, atol=1e-9)
+    result = SigmoidSchedule(num_steps, slope)()
+    assert torch.allclose(result, expected, atol=1e-9)
     # Denser at both ends alike.
-    assert torch.allclose(found, 1 - found.flip(0), atol=1e-9)
+    assert torch.allclose(result, 1 - result.flip(0), atol=1e-9)
 
 
 def test_learned_starts_linear():
@@ -194,6 +194,8 @@ class Returning(Schedule):
         (torch.linspace(0, 1, 4).unsqueeze(0), r"shape \(1, 4\)"),
     ],
 )
-def test_what_a_schedule_returns_is_named(betas, found):
-    with pytest.raises(ValueError, match=rf"Returning.forward must return .* = \[4\], got {found}"):
+def test_what_a_schedule_returns_is_named(betas, result):
+    with pytest.raises(
+        ValueError, match=rf"Returning.forward must return .* = \[4\], got {result}"
+    ):
         as_schedule(Returning(betas))

@@ -344,11 +344,11 @@ def test_other_coordinates_begin_with_the_mean_of_the_last_ones():
 def test_what_does_not_move_is_no_part_of_the_spread():
     gradient, moves = 2 + torch.randn(5, 10, 3), torch.rand(5, 10, 3) < 0.6
     moves[..., 2] = False
-    found = of_moving(gradient, moves.to(gradient))
+    result = of_moving(gradient, moves.to(gradient))
     for i in range(2):
         some = gradient[..., i][moves[..., i]]
-        assert torch.allclose(found[..., i].mean(), some.mean())
-        assert torch.allclose(found[..., i].var(correction=0), some.var(correction=0))
-    assert not found[..., 2].any()
+        assert torch.allclose(result[..., i].mean(), some.mean())
+        assert torch.allclose(result[..., i].var(correction=0), some.var(correction=0))
+    assert not result[..., 2].any()
     gradient[~moves] = NAN
-    assert torch.equal(of_moving(gradient, moves.to(gradient)), found)
+    assert torch.equal(of_moving(gradient, moves.to(gradient)), result)

@@ -37,13 +37,13 @@ def learned(steps):
 def underdamped(steps=STEPS):
     momentum = LearnedMomentum(0.5, K)
     momentum.logit.data.copy_((MOMENTA / 0.999).logit())
-    return UnderdampedLangevin(learned(steps), momentum)
+    return UnderdampedLangevin(learned(steps), momentum=momentum)
 
 
 KERNELS = {
     "underdamped": underdamped,
     "per coordinate": lambda: underdamped(STEPS.unsqueeze(-1) * torch.tensor([1.0, 0.6])),
-    "one momentum": lambda: UnderdampedLangevin(learned(STEPS), LearnedMomentum(0.7)),
+    "one momentum": lambda: UnderdampedLangevin(learned(STEPS), momentum=LearnedMomentum(0.7)),
     "ULA": lambda: ULA(learned(STEPS.square() / 2)),
     "MALA": lambda: MALA(learned(STEPS.square() / 2)),
     "HMC": lambda: HMC(learned(STEPS), num_leapfrog=2),
@@ -62,11 +62,11 @@ def chain(kernel, count=20_000, betas=None, noise=None):
 
 @every
 def test_mean_weight_is_the_evidence_for_any_values(name):
-    found = chain(KERNELS[name]()).log_weight.detach()
-    weight = (found - LOG_EVIDENCE).exp()
+    result = chain(KERNELS[name]()).log_weight.detach()
+    weight = (result - LOG_EVIDENCE).exp()
     assert weight.std() < 6
     assert_mean(weight, torch.tensor(1.0))
-    assert found.mean() < LOG_EVIDENCE
+    assert result.mean() < LOG_EVIDENCE
 
 
 def test_each_transition_goes_by_its_own_values():
@@ -74,15 +74,15 @@ def test_each_transition_goes_by_its_own_values():
     kernel, evaluate, betas = underdamped(), evaluator(correlated), LinearSchedule(K)()
     start = evaluate(torch.randn(50, 2))
     torch.manual_seed(1)
-    found = anneal(start, betas, kernel, evaluate)
+    result = anneal(start, betas, kernel, evaluate)
     torch.manual_seed(1)
     state, moves = start, 0.0
     for k in range(K):
-        own = UnderdampedLangevin(STEPS[k], float(MOMENTA[k]))
+        own = UnderdampedLangevin(STEPS[k], momentum=float(MOMENTA[k]))
         part = anneal(state, betas[k : k + 2], own, evaluate)
         state, moves = part.state, moves + part.infos[0].log_ratio
-    assert torch.allclose(found.state.position, state.position)
-    assert torch.allclose(sum(i.log_ratio for i in found.infos), moves)
+    assert torch.allclose(result.state.position, state.position)
+    assert torch.allclose(sum(i.log_ratio for i in result.infos), moves)
 
 
 @pytest.mark.parametrize("name", SIS)
@@ -225,7 +225,7 @@ def test_a_recorded_step_finds_what_was_updated_in_its_place():
         (lambda: LearnedMomentum(0.0), "initial must be more than 0"),
         (lambda: LearnedMomentum("0.9"), "initial must be a number or a tensor, got '0.9'"),
         (
-            lambda: UnderdampedLangevin(0.1, True),
+            lambda: UnderdampedLangevin(0.1, momentum=True),
             "must be at least 0 and less than 1, .*got True",
         ),
     ],

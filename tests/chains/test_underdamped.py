@@ -19,15 +19,15 @@ def target(beta=0.7, movable=None):
 def test_without_momentum_it_is_ula_draw_by_draw(eta):
     eta = torch.as_tensor(eta)
     start = target().evaluate(torch.randn(20, 2))
-    found = []
+    result = []
     for kernel in (ULA(eta), UnderdampedLangevin((2 * eta).sqrt(), momentum=0.0)):
         torch.manual_seed(5)
         state, infos = start, []
         for k in range(4):
             state, info = kernel.step(state, target(k / 4))
             infos.append(info)
-        found.append((state, infos))
-    (a, first), (b, second) = found
+        result.append((state, infos))
+    (a, first), (b, second) = result
     assert torch.allclose(a.position, b.position)
     for i, j in zip(first, second, strict=True):
         assert torch.allclose(i.log_ratio, j.log_ratio)
@@ -36,7 +36,7 @@ def test_without_momentum_it_is_ula_draw_by_draw(eta):
 
 def test_the_momentum_is_refreshed_in_part(monkeypatch):
     mu, noises = 0.8, torch.randn(3, 6, 2)
-    kernel = UnderdampedLangevin(0.4, mu)
+    kernel = UnderdampedLangevin(0.4, momentum=mu)
     state = target().evaluate(torch.randn(6, 2))
     frozen(monkeypatch, *noises)
     momentum = noises[0]
@@ -58,7 +58,7 @@ def test_momentum_makes_chains_go_further():
         there = Target(flat, torch.tensor(1.0))
         state = there.evaluate(torch.zeros(2000, 1))
         for _ in range(20):
-            state, _ = UnderdampedLangevin(0.1, mu).step(state, there)
+            state, _ = UnderdampedLangevin(0.1, momentum=mu).step(state, there)
         return state.position.square().mean()
 
     # On a flat density the variance is that of a sum of correlated normals.
@@ -72,7 +72,7 @@ def test_frozen_coordinates_have_no_momentum():
     there = target(movable=torch.tensor([1.0, 0.0]))
     state = there.evaluate(torch.randn(6, 2))
     for _ in range(3):
-        state, _ = UnderdampedLangevin(0.4, 0.8).step(state, there)
+        state, _ = UnderdampedLangevin(0.4, momentum=0.8).step(state, there)
         assert (state.momentum[:, 1] == 0).all()
         assert (state.momentum[:, 0] != 0).all()
 
@@ -80,4 +80,4 @@ def test_frozen_coordinates_have_no_momentum():
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, math.nan])
 def test_bad_momentum(momentum):
     with pytest.raises(ValueError, match=r"momentum must be at least 0 and less than 1, .*got"):
-        UnderdampedLangevin(0.1, momentum)
+        UnderdampedLangevin(0.1, momentum=momentum)

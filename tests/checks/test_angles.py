@@ -58,8 +58,8 @@ LINE = {
 
 @pytest.mark.parametrize("name", ROUND)
 def test_guides_on_the_circle_have_the_evidence(name, caplog):
-    found = log_evidence(model, ROUND[name], num_particles=4000)
-    assert ((found.log_evidence - evidence()).abs() < 4.5 * found.standard_error).all()
+    result = log_evidence(model, ROUND[name], num_particles=4000)
+    assert ((result.log_evidence - evidence()).abs() < 4.5 * result.standard_error).all()
     TraceIWAE_ELBO(3).loss(model, ROUND[name])
     assert "turn" not in caplog.text
 

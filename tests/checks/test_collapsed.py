@@ -48,11 +48,11 @@ def process(kind):
 @in_turn(objective=WEIGHING, kind=["sparse", "full"])
 def test_a_latent_that_is_integrated_in_closed_form_is_not_weighed(kind, objective):
     # The bound of 8 particles of a trained sparse process was 2.3 nats above its evidence.
-    found = process(kind)
+    result = process(kind)
     with pytest.raises(ValueError, match=r"'likelihood.y' of the model uses the parameters"):
-        WEIGHING[objective]().loss(found.model, found.guide)
+        WEIGHING[objective]().loss(result.model, result.guide)
     with pytest.raises(ValueError, match=r"use a model that uses its latent, as in x = f"):
-        log_evidence(found.model, found.guide, num_particles=5)
+        log_evidence(result.model, result.guide, num_particles=5)
 
 
 @in_turn(likelihood=[gp.likelihoods.Gaussian, gp.likelihoods.Binary], whiten=[False, True])
@@ -63,21 +63,21 @@ def test_nor_where_the_data_see_another_draw(whiten, likelihood):
     kernel.lengthscale = PyroSample(dist.LogNormal(-0.5, 0.2))
     kernel.autoguide("lengthscale", dist.Normal)
     y = (torch.sin(3 * x) > 0).to(x.dtype)
-    found = gp.models.VariationalGP(x, y, kernel, likelihood=likelihood(), whiten=whiten)
+    result = gp.models.VariationalGP(x, y, kernel, likelihood=likelihood(), whiten=whiten)
     # One after the other: these programs have no leading dims.
     for name in WEIGHING.keys() - {"vectorized"}:
         with pytest.raises(ValueError, match=r"parameters of the guide's site 'f', and"):
-            WEIGHING[name]().loss(found.model, found.guide)
+            WEIGHING[name]().loss(result.model, result.guide)
     with pytest.raises(ValueError, match=r"parameters of the guide's site 'f', and"):
-        log_evidence(found.model, found.guide, num_particles=5)
+        log_evidence(result.model, result.guide, num_particles=5)
 
 
 @pytest.mark.parametrize("objective", AVERAGING)
 def test_the_plain_elbo_of_it_is_right(objective):
-    found = process("sparse")
-    exact = -TraceSGVB_ELBO().loss(found.model, found.guide)  # the divergence in closed form
+    result = process("sparse")
+    exact = -TraceSGVB_ELBO().loss(result.model, result.guide)  # the divergence in closed form
     bounds = torch.tensor(
-        [-AVERAGING[objective]().loss(found.model, found.guide) for _ in range(15)]
+        [-AVERAGING[objective]().loss(result.model, result.guide) for _ in range(15)]
     )
     assert abs(bounds.mean() - exact) < 4.5 * bounds.std() / 15**0.5
 
@@ -128,10 +128,10 @@ def test_judges_run_particles_as_a_loop_would():
             pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
     for vectorize in (None, True):
-        found = log_evidence(model, guide, num_particles=20_000, vectorize_particles=vectorize)
+        result = log_evidence(model, guide, num_particles=20_000, vectorize_particles=vectorize)
         grid = torch.linspace(-9.0, 9.0, 721)  # of z_0 - z_1, with variance 2
-        share = torch.stack([grid, -grid], -1).sigmoid()
-        density = dist.Normal(share, 1.0).log_prob(torch.ones(2)).sum(-1)
+        fraction = torch.stack([grid, -grid], -1).sigmoid()
+        density = dist.Normal(fraction, 1.0).log_prob(torch.ones(2)).sum(-1)
         log_p = density + dist.Normal(0.0, 2**0.5).log_prob(grid)
         exact = log_p.logsumexp(0) + (grid[1] - grid[0]).log()
-        assert ((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all()
+        assert ((result.log_evidence - exact).abs() < 4.5 * result.standard_error).all()

@@ -154,14 +154,14 @@ def test_the_remedies_for_parts_of_one_name_train_both():
 
     with pytest.raises(ValueError, match=r"give these different names.* elbo\(model, guide\)"):
         SVI(*parts("net", "net"), Adam({"lr": 0.1}), TraceSGVB_ELBO()).step(x)
-    found = parts("decoder", "encoder")
-    before = [p.detach().clone() for part in found for p in part.parameters()]
-    SVI(*found, Adam({"lr": 0.1}), TraceSGVB_ELBO()).step(x)
+    result = parts("decoder", "encoder")
+    before = [p.detach().clone() for part in result for p in part.parameters()]
+    SVI(*result, Adam({"lr": 0.1}), TraceSGVB_ELBO()).step(x)
     with pyro.settings.context(module_local_params=True):
         both = parts("net", "net")
         before += [p.detach().clone() for part in both for p in part.parameters()]
         optimizer = torch.optim.Adam([p for part in both for p in part.parameters()], 0.1)
         TraceSGVB_ELBO()(*both)(x).backward()
         optimizer.step()
-    after = [p for part in (*found, *both) for p in part.parameters()]
+    after = [p for part in (*result, *both) for p in part.parameters()]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

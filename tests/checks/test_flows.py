@@ -55,10 +55,10 @@ def test_the_log_determinant_is_that_of_the_map(name):
     flow = moved(MADE[name]())
     x = torch.randn(20, 3, dtype=torch.float64)
     y = flow(x)
-    found = flow.log_abs_det_jacobian(x, y).detach()
-    found = found.sum(-1) if found.dim() == 2 else found
+    result = flow.log_abs_det_jacobian(x, y).detach()
+    result = result.sum(-1) if result.dim() == 2 else result
     rows = [torch.autograd.functional.jacobian(lambda u: flow(u[None])[0], u) for u in x]
-    error = (torch.linalg.slogdet(torch.stack(rows)).logabsdet - found).abs().max()
+    error = (torch.linalg.slogdet(torch.stack(rows)).logabsdet - result).abs().max()
     # Some are approximate, by the terms of a series.
     assert (error < 1e-3) == (name != "sylvester")
 

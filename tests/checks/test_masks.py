@@ -52,14 +52,14 @@ def ragged(series=SERIES):
 
 def exact_ragged():
     """Each datum is a Gaussian vector of its own length."""
-    found = []
+    result = []
     for n, length in enumerate(LENGTHS.tolist()):
         times = torch.arange(length, dtype=torch.float64)
         moves = torch.tril(0.9 ** (times[:, None] - times))
         covariance = moves @ moves.T + 0.25 * torch.eye(length)
         fn = dist.MultivariateNormal(torch.zeros(length), covariance)
-        found.append(fn.log_prob(SERIES[:length, n]))
-    return torch.stack(found)
+        result.append(fn.log_prob(SERIES[:length, n]))
+    return torch.stack(result)
 
 
 def near(value):
@@ -68,27 +68,27 @@ def near(value):
     return {"init_loc_fn": init_to_value(values=values), "init_scale": 1.2}
 
 
-def assert_near(found, exact):
-    error = found.log_evidence - exact
-    assert bool((error.abs() < 4 * found.standard_error + 1e-9).all()), error
+def assert_near(result, exact):
+    error = result.log_evidence - exact
+    assert bool((error.abs() < 4 * result.standard_error + 1e-9).all()), error
 
 
 @pytest.mark.parametrize(("mask", "vectorize"), [(None, False), (~OBSERVED, True)])
 def test_missing_data_have_the_evidence_of_the_observed_ones(mask, vectorize):
     count = 6000 if vectorize else 300
-    found = log_evidence(
+    result = log_evidence(
         imputing,
         lambda: imputing_guide(mask),
         num_particles=count,
         vectorize_particles=vectorize,
     )
-    assert_near(found, EXACT)
+    assert_near(result, EXACT)
 
 
 def test_an_auto_guide_of_missing_data_has_their_evidence():
     guide = called(AutoNormal(imputing, init_scale=1.5))
-    found = log_evidence(imputing, guide, num_particles=20_000)
-    assert_near(found, EXACT)
+    result = log_evidence(imputing, guide, num_particles=20_000)
+    assert_near(result, EXACT)
     chains = log_evidence(imputing, guide, num_particles=300, schedule=3)
     assert_near(chains, EXACT)
 
@@ -96,8 +96,8 @@ def test_an_auto_guide_of_missing_data_has_their_evidence():
 @pytest.mark.parametrize("options", [{"num_particles": 20_000}, {"schedule": 4, "warmup": 5}])
 def test_padded_series_have_the_evidence_of_their_own_length(options):
     guide = called(AutoNormal(ragged, **near(SERIES)))
-    found = log_evidence(ragged, guide, **{"num_particles": 400, **options})
-    assert_near(found, exact_ragged())
+    result = log_evidence(ragged, guide, **{"num_particles": 400, **options})
+    assert_near(result, exact_ragged())
 
 
 def test_padded_series_whose_observations_alone_are_masked():
@@ -118,8 +118,8 @@ def test_padded_series_whose_observations_alone_are_masked():
 
 def test_one_vector_of_all_latents_has_the_evidence_of_all_data():
     guide = called(AutoDiagonalNormal(ragged, **near(SERIES)))
-    found = log_evidence(ragged, guide, num_particles=300, schedule=8, warmup=8)
-    assert_near(found, exact_ragged().sum())
+    result = log_evidence(ragged, guide, num_particles=300, schedule=8, warmup=8)
+    assert_near(result, exact_ragged().sum())
 
 
 def test_draws_of_missing_entries_are_those_of_their_prior():
@@ -137,7 +137,7 @@ def test_draws_of_missing_entries_are_those_of_their_prior():
 
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_padded_series_lie_between_their_bounds():
-    found = sandwich(
+    result = sandwich(
         ragged,
         called(AutoNormal(ragged, **near(SERIES))),
         SERIES,
@@ -147,7 +147,7 @@ def test_padded_series_lie_between_their_bounds():
         num_simulations=4,
         to_args=lambda data: torch.stack([data[f"x_{t}"] for t in range(3)]),
     )
-    gap = (found.upper - found.lower).sum(-1)
+    gap = (result.upper - result.lower).sum(-1)
     assert bool(gap.mean() > -4 * gap.std() / math.sqrt(4))
     assert bool(gap.isfinite().all())
 
@@ -206,8 +206,8 @@ def test_a_masked_prior_draws_no_data():
 
 def test_a_messenger_guide_has_the_masks_of_its_model():
     guide = called(AutoNormalMessenger(imputing, init_scale=1.5))
-    found = log_evidence(imputing, guide, num_particles=20_000)
-    assert_near(found, EXACT)
+    result = log_evidence(imputing, guide, num_particles=20_000)
+    assert_near(result, EXACT)
 
 
 # Ways to write that padding does not count, and the entries of which each value counts.
@@ -249,8 +249,8 @@ def test_masks_inside_of_an_event_are_those_around_it(way, guide_way):
     model, exact = paired(way)
     by_chains = guide_way in ("none", "inside")
     options = {"num_particles": 50, "schedule": 2} if by_chains else {"num_particles": 4000}
-    found = log_evidence(model, lambda: paired_guide(guide_way), **options)
-    assert_near(found, exact)
+    result = log_evidence(model, lambda: paired_guide(guide_way), **options)
+    assert_near(result, exact)
 
 
 def test_an_auto_guide_of_a_model_with_masks_inside_of_an_event():

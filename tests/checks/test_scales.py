@@ -71,8 +71,8 @@ def test_the_number_is_the_bound_that_the_warning_says():
     z = torch.linspace(-12, 12, 4001).unsqueeze(-1)
     log_density = dist.Normal(z, 0.7).log_prob(X) + b * dist.Normal(0.0, 1.0).log_prob(z)
     exact = ((log_density + (1 - b) * q.log_prob(z)).logsumexp(0) + math.log(24 / 4000)).sum()
-    found = TraceIWAE_ELBO(20_000, vectorize_particles=True).bounds(*programs(b, b)).total
-    assert abs(found - exact) < 0.05  # about four standard errors
+    result = TraceIWAE_ELBO(20_000, vectorize_particles=True).bounds(*programs(b, b)).total
+    assert abs(result - exact) < 0.05  # about four standard errors
 
 
 def test_above_one_it_is_told_again(caplog):
@@ -118,8 +118,8 @@ def test_averages_are_left_alone(caplog):
 def test_the_elbo_of_a_beta_vae():
     exact = dist.Normal(X / 2, 0.7).log_prob(X) - 0.5 * (0.6 / 0.7) ** 2
     divergence = torch.distributions.kl_divergence(dist.Normal(X / 2, 0.6), dist.Normal(0.0, 1.0))
-    found = [-TraceSGVB_ELBO(1000).loss(*programs(4.0, 4.0)) for _ in range(5)]
-    assert abs(sum(found) / 5 - (exact - 4 * divergence).sum()) < 0.15  # five standard errors
+    result = [-TraceSGVB_ELBO(1000).loss(*programs(4.0, 4.0)) for _ in range(5)]
+    assert abs(sum(result) / 5 - (exact - 4 * divergence).sum()) < 0.15  # five standard errors
 
 
 def test_global_latents_stay_outside_of_the_weights(caplog):

@@ -110,8 +110,8 @@ def test_one_call_says_that_initial_values_are_meant(name):
     guide = NEVER[name][0]()
     with poutine.block():
         guide(X)
-    found = log_evidence(model, guide, X, num_particles=4000)
-    assert abs(found.log_evidence.sum() - EXACT) < 0.5
+    result = log_evidence(model, guide, X, num_particles=4000)
+    assert abs(result.log_evidence.sum() - EXACT) < 0.5
 
 
 @never
@@ -120,8 +120,8 @@ def test_trained_guides_are_judged(name):
     loss = Trace_ELBO(max_plate_nesting=1)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=loss)
     svi.step(X)
-    found = log_evidence(model, guide, X, num_particles=4000)
-    assert abs(found.log_evidence.sum() - EXACT) < 0.5
+    result = log_evidence(model, guide, X, num_particles=4000)
+    assert abs(result.log_evidence.sum() - EXACT) < 0.5
 
 
 @pytest.mark.parametrize("name", ["normal", "joint", "list"])
@@ -133,8 +133,8 @@ def test_parameters_that_wait_in_the_store_are_judged(name):
     with pytest.raises(ValueError, match="never ran"):
         log_evidence(model, NEVER[name][0](), X)
     pyro.get_param_store().set_state(saved)
-    found = log_evidence(model, NEVER[name][0](), X, num_particles=100)
-    assert found.log_evidence.isfinite().all()
+    result = log_evidence(model, NEVER[name][0](), X, num_particles=100)
+    assert result.log_evidence.isfinite().all()
 
 
 def test_modules_need_no_store():

@@ -94,9 +94,9 @@ def test_masked_draws_that_data_read_have_no_weight(way):
 def test_the_elbo_of_masked_draws_is_that_given_them():
     pair, fn = programs(inside(False)), dist.Normal(X / 2, 1.0)
     pyro.set_rng_seed(0)
-    found = torch.tensor([-TraceSGVB_ELBO(1000).loss(*pair) for _ in range(10)]).mean()
+    result = torch.tensor([-TraceSGVB_ELBO(1000).loss(*pair) for _ in range(10)]).mean()
     exact = (fn.log_prob(X) - 0.25).sum()
-    assert abs(found - exact) < 0.05  # about five standard errors
+    assert abs(result - exact) < 0.05  # about five standard errors
 
 
 @pytest.mark.parametrize("reads_masked", [False, True])
@@ -110,8 +110,8 @@ def test_padding_that_no_data_read_keeps_the_exact_bound(reads_masked):
     for make in ("iwae", "renyi", "joint"):
         bounds = WEIGH[make]().bounds(*pair)
         assert torch.allclose(bounds.total, exact.sum())
-    found = log_evidence(*pair, num_particles=5)
-    assert torch.allclose(found.log_evidence.sum(), exact.sum())
+    result = log_evidence(*pair, num_particles=5)
+    assert torch.allclose(result.log_evidence.sum(), exact.sum())
     return None
 
 
@@ -264,7 +264,7 @@ def test_marginals_over_inducing_values_as_of_gpytorch():
             pyro.sample("f", dist.Normal(0.8, 0.41**0.5).mask(False))
 
     refused((model, guide), match="site 'f' from the guide's density, and site 'x'")
-    found = torch.tensor([-TraceSGVB_ELBO(1000).loss(model, guide) for _ in range(10)]).mean()
+    result = torch.tensor([-TraceSGVB_ELBO(1000).loss(model, guide) for _ in range(10)]).mean()
     divergence = torch.distributions.kl_divergence(dist.Normal(0.8, 0.4), dist.Normal(0.0, 1.0))
     exact = (dist.Normal(0.8, 0.5).log_prob(X) - 0.41 / 0.5).sum() - divergence
-    assert abs(found - exact) < 0.3  # the standard error is about 0.05
+    assert abs(result - exact) < 0.3  # the standard error is about 0.05

@@ -98,9 +98,9 @@ def test_batch_norm_of_as_many_data_as_features_is_refused(dtype, objective):
 
 @in_turn(layer=FROM_THE_RIGHT, data=[6, FEATURES], dtype=[torch.float32, torch.float64])
 def test_dims_that_are_counted_from_the_right_are_accepted(layer, data, dtype):
-    found = FROM_THE_RIGHT[layer]
-    found = found.to(dtype) if isinstance(found, nn.Module) else found
-    pair = Pair(found, data, dtype)
+    result = FROM_THE_RIGHT[layer]
+    result = result.to(dtype) if isinstance(result, nn.Module) else result
+    pair = Pair(result, data, dtype)
     for make in OBJECTIVES.values():
         assert math.isfinite(make(vectorize_particles=True).loss(pair.model, pair.guide))
 
@@ -143,8 +143,8 @@ def digits(dim):
 
 def test_slots_are_a_leading_dim():
     """Where the model takes their dim for another they stand in rows, unless that is forbidden."""
-    found = [TraceRaoBlackwell_ELBO(2).loss(*digits(dim)) for dim in (1, -1)]
-    assert found[0] == pytest.approx(found[1])
+    result = [TraceRaoBlackwell_ELBO(2).loss(*digits(dim)) for dim in (1, -1)]
+    assert result[0] == pytest.approx(result[1])
     with pytest.raises(RuntimeError, match=r"slots.*num_categories=0"):
         TraceRaoBlackwell_ELBO(2, vectorize_particles=True).loss(*digits(1))
 
@@ -181,9 +181,9 @@ class Solver(nn.Module):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_decisions_by_a_latent_are_not_taken_for_all_particles_at_once(name):
     pair = Pair(Solver())
-    with pytest.raises(RuntimeError, match=r"'z', at .*test_vectorization.py:\d+, while") as found:
+    with pytest.raises(RuntimeError, match=r"'z', at .*test_vectorization.py:\d+, while") as result:
         OBJECTIVES[name](vectorize_particles=True).loss(pair.model, pair.guide)
-    assert "torch.where" in str(found.value)
+    assert "torch.where" in str(result.value)
 
 
 def test_a_model_of_an_installed_package_decides_as_well():

@@ -66,10 +66,10 @@ def test_every_loss_fits_what_pyros_loss_fits(name, loss):
     expected, other_error, gain = baseline(name, loss not in CHAINS)
     example, losses = train(name, LOSSES[loss](), loss)
     assert torch.tensor(losses).isfinite().all()
-    found, error = judged(example)
+    result, error = judged(example)
     # Noise of the training moves both ends; a tenth of what was gained.
-    assert found > expected - 4 * (error**2 + other_error**2).sqrt() - 0.1 * gain.abs()
-    assert found > expected - 0.9 * gain
+    assert result > expected - 4 * (error**2 + other_error**2).sqrt() - 0.1 * gain.abs()
+    assert result > expected - 0.9 * gain
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -88,8 +88,8 @@ def test_every_gradient_is_finite_and_reaches_every_parameter(name, loss):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_compiled_loss_takes_the_same_steps(name, loss):
     _, expected = train(name, LOSSES[loss](), loss, 8)
-    _, found = train(name, CompiledELBO(LOSSES[loss](), backend="eager"), loss, 8)
-    assert found == pytest.approx(expected, rel=1e-6)
+    _, result = train(name, CompiledELBO(LOSSES[loss](), backend="eager"), loss, 8)
+    assert result == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", CHAINS)
@@ -97,6 +97,6 @@ def test_a_compiled_loss_takes_the_same_steps(name, loss):
 def test_chains_average_on_minibatches_without_local_latents(name, loss, caplog):
     example = started(name)
     elbo = LOSSES[loss]()
-    found = elbo.loss(example.model, example.guide, *example.data, example.batch_size)
-    assert math.isfinite(found)
+    result = elbo.loss(example.model, example.guide, *example.data, example.batch_size)
+    assert math.isfinite(result)
     assert "no latent is weighed per datum, because data of the subsampled plate" in caplog.text

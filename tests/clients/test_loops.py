@@ -98,8 +98,8 @@ def test_lightning_validates_in_inference_mode(client, loss):
     module, loader = made(loss)
     training = training_of(lightning, module, next(iter(loader)), True)
     quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    (found,) = lightning.Trainer(**quiet).validate(training, loader, verbose=False)
-    assert 3 < found["validation"] / 16 < 6  # 6 log 2 is 4.2
+    (result,) = lightning.Trainer(**quiet).validate(training, loader, verbose=False)
+    assert 3 < result["validation"] / 16 < 6  # 6 log 2 is 4.2
 
 
 @pytest.mark.parametrize("loss", LOSSES)

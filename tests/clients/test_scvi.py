@@ -53,9 +53,9 @@ def train(client, loss, epochs):
     return model
 
 
-def distances(found, expected):
+def distances(result, expected):
     """Total variation between topics, matched as well as they can be."""
-    all_pairs = np.abs(found[:, None] - expected).sum(-1) / 2
+    all_pairs = np.abs(result[:, None] - expected).sum(-1) / 2
     return all_pairs[linear_sum_assignment(all_pairs)]
 
 
@@ -86,15 +86,15 @@ def test_topics_are_those_that_trace_elbo_finds(client, by_pyro, loss):
     assert distances(topics_of(model), simulated()[1]).max() < 0.15
     assert distances(topics_of(model), by_pyro["topics"]).max() < 0.15
     # Other losses leave other guides: one nat of some 230.
-    (found, error), (expected, other_error) = bound_of(model), by_pyro["bound"]
-    assert found > expected - 4 * (error**2 + other_error**2) ** 0.5 - 1.0
+    (result, error), (expected, other_error) = bound_of(model), by_pyro["bound"]
+    assert result > expected - 4 * (error**2 + other_error**2) ** 0.5 - 1.0
     # More particles tighten the bound of what was trained.
     x = torch.tensor(simulated()[0])
     tighter = TraceIWAE_ELBO(20).loss(model.module.model, model.module.guide, x, x.sum(1), CELLS)
-    assert -tighter / CELLS > found - 4 * error - 0.5
+    assert -tighter / CELLS > result - 4 * error - 0.5
 
 
 @pytest.mark.parametrize("wrap", [TraceRaoBlackwell_ELBO, lambda: CompiledELBO(Trace_ELBO())])
 def test_losses_that_are_trace_elbo_here_take_its_steps(client, wrap):
-    expected, found = (topics_of(train(client, loss, 3)) for loss in (Trace_ELBO(), wrap()))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    expected, result = (topics_of(train(client, loss, 3)) for loss in (Trace_ELBO(), wrap()))
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -64,7 +64,7 @@ def gradient(elbo, flow, wrap):
 @pytest.mark.parametrize("loss", ["sgvb", "rb", "reparam", "stl", "dreg", "auto", "vimco"])
 def test_gradients_are_those_without_the_kept_density(flow, loss):
     def make():
-        return LOSSES[loss]() if loss in LOSSES else TraceIWAE_ELBO(3, loss)
+        return LOSSES[loss]() if loss in LOSSES else TraceIWAE_ELBO(3, gradient_estimator=loss)
 
     expected = gradient(make(), flow, Forgetful)
     assert bool((expected != 0).any())
@@ -88,5 +88,5 @@ def test_losses_train_them(flow, loss):
 def test_chains_under_them_have_the_evidence(flow):
     exact = dist.Normal(0.0, 3**0.5).log_prob(X)
     options = {"schedule": 5, "kernel": HMC(0.2)}
-    found = log_evidence(*programs(flow), X, num_particles=300, **options)
-    assert bool(((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all())
+    result = log_evidence(*programs(flow), X, num_particles=300, **options)
+    assert bool(((result.log_evidence - exact).abs() < 4.5 * result.standard_error).all())

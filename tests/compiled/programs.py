@@ -66,16 +66,16 @@ def assert_same_run(make_loss: Callable[[], Any], **options: Any) -> CompiledELB
     """Check that a replayed training run has the numbers of the plain one; returns its loss."""
     losses, state = train(make(**options), make_loss())
     compiled = CompiledELBO(make_loss(), backend="eager")
-    found, found_state = train(make(**options), compiled)
-    assert found == losses
+    result, found_state = train(make(**options), compiled)
+    assert result == losses
     assert all(torch.equal(a, b) for a, b in zip(found_state, state, strict=True))
     return compiled
 
 
 def uses(loss: CompiledELBO) -> int:
     """How many steps were replayed."""
-    return sum(r.uses for case in loss._cases.values() for r in case._recordings)
+    return sum(r.uses for case in loss._specializations.values() for r in case._recordings)
 
 
 def reasons(loss: CompiledELBO) -> list[str]:
-    return [case.refused for case in loss._cases.values() if case.refused]
+    return [case.unsupported for case in loss._specializations.values() if case.unsupported]

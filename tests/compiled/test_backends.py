@@ -30,11 +30,11 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler here")
 
-    found = []
+    result = []
     for loss in (TraceSGVB_ELBO(), CompiledELBO(TraceSGVB_ELBO(), backend=broken)):
         with caplog.at_level(logging.WARNING):
-            found.append(train(make(), loss)[0])
-    assert found[0] == found[1]
+            result.append(train(make(), loss)[0])
+    assert result[0] == result[1]
     lines = [r.getMessage() for r in caplog.records if "no compiler here" in r.getMessage()]
     assert len(lines) == 1  # of the steps; evaluations were too few to be compiled
     assert "replayed without a compiler from now on" in lines[0]
@@ -94,9 +94,9 @@ def test_an_output_is_compared_on_the_scale_of_its_own_entries(dtype: torch.dtyp
     for output in range(3):
 
         def run(x: Tensor, output: int = output) -> list[Tensor]:
-            found: list[Tensor] = graph(x)
-            found[output] = found[output] + found[output].nansum() * 1e-3
-            return found
+            result: list[Tensor] = graph(x)
+            result[output] = result[output] + result[output].nansum() * 1e-3
+            return result
 
         with pytest.raises(RuntimeError, match=f"output {output} of 3"):
             check_kernels(run, graph, [x])
@@ -134,15 +134,15 @@ def test_kernels_are_compared_at_later_uses_too(caplog: pytest.LogCaptureFixture
         ]
 
     losses, _ = train(make(), TraceSGVB_ELBO(), 40)
-    found, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend=backend), 40)
+    result, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend=backend), 40)
     assert "without a compiler from now on: its kernels compute other numbers" in caplog.text
-    assert found != pytest.approx(losses, rel=1e-8)
+    assert result != pytest.approx(losses, rel=1e-8)
 
 
 def test_a_backend_of_torch_compile() -> None:
     losses, _ = train(make(), TraceSGVB_ELBO())
-    found, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend="aot_eager"))
-    assert found == pytest.approx(losses, rel=1e-10)
+    result, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend="aot_eager"))
+    assert result == pytest.approx(losses, rel=1e-10)
 
 
 # Inductor's own imports and code warn; errors of theirs would be taken for a compiler that fails.
@@ -153,8 +153,8 @@ _OF_INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:
 @_OF_INDUCTOR
 def test_inductor_draws_the_numbers_of_the_plain_loss(caplog: pytest.LogCaptureFixture) -> None:
     losses, _ = train(make(), TraceSIS_ELBO(2, max_plate_nesting=1))
-    found, _ = train(make(), CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1)))
-    assert found == pytest.approx(losses, rel=1e-8)
+    result, _ = train(make(), CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1)))
+    assert result == pytest.approx(losses, rel=1e-8)
     assert "compiled in" in caplog.text
     assert "cannot compile" not in caplog.text
 

@@ -40,8 +40,8 @@ def normal_model(x: Tensor, loc: Any = 0.0, scale: Any = 1.0) -> None:
 
 def seeded(loss: Any, model: Any, *args: Any, seed: int = 7, guide: Any = guide) -> float:
     torch.manual_seed(seed)
-    found: float = loss.loss_and_grads(model, guide, *args)
-    return found
+    result: float = loss.loss_and_grads(model, guide, *args)
+    return result
 
 
 def check(model: Any, loss: Any = None, guide: Any = guide, args: Any = (x,)) -> CompiledELBO:
@@ -49,8 +49,8 @@ def check(model: Any, loss: Any = None, guide: Any = guide, args: Any = (x,)) ->
     plain = TraceSGVB_ELBO() if loss is None else loss
     compiled = CompiledELBO(plain, "eager")
     for step in range(7):
-        found = seeded(compiled, model, *args, seed=step, guide=guide)
-        assert found == seeded(plain, model, *args, seed=step, guide=guide)
+        result = seeded(compiled, model, *args, seed=step, guide=guide)
+        assert result == seeded(plain, model, *args, seed=step, guide=guide)
     return compiled
 
 
@@ -67,7 +67,7 @@ def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
             assert seeded(loss, normal_model, data, seed=step) == seeded(
                 TraceSGVB_ELBO(), normal_model, data, seed=step
             )
-    assert len(loss._cases) == 3
+    assert len(loss._specializations) == 3
     assert uses(loss) == 4 + 2 + 2
 
 
@@ -78,8 +78,8 @@ def test_training_modes() -> None:
     for step in range(24):
         net.train(step // 6 % 2 == 0)
         torch.manual_seed(step)
-        found = loss.loss_and_grads(net.model, net.guide, data)
-        assert found == seeded(TraceSGVB_ELBO(), net.model, data, seed=step, guide=net.guide)
+        result = loss.loss_and_grads(net.model, net.guide, data)
+        assert result == seeded(TraceSGVB_ELBO(), net.model, data, seed=step, guide=net.guide)
     assert uses(loss) >= 14
 
 
@@ -87,13 +87,13 @@ def test_floats_are_inputs_and_other_arguments_are_not() -> None:
     loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
     for step in range(10):
         args = (x, 0.1 * step, 1.0 + step)
-        found = seeded(loss, normal_model, *args, seed=step)
-        assert found == pytest.approx(seeded(plain, normal_model, *args, seed=step), rel=1e-12)
+        result = seeded(loss, normal_model, *args, seed=step)
+        assert result == pytest.approx(seeded(plain, normal_model, *args, seed=step), rel=1e-12)
     assert uses(loss) == 7
     for scale in (1, 2, 1, 2):
         args = (x, 0.0, scale)
         assert seeded(loss, normal_model, *args) == seeded(plain, normal_model, *args)
-    assert len(loss._cases) == 3
+    assert len(loss._specializations) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -118,8 +118,8 @@ def test_floats_take_the_type_of_what_they_meet(dtype: torch.dtype, default: tor
         loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
         for step in range(10):
             args = (model, data, 0.1 + 0.01 * step, 1 / (3.0 + step))
-            found = seeded(loss, *args, seed=step, guide=guide)
-            assert found == seeded(plain, *args, seed=step, guide=guide)
+            result = seeded(loss, *args, seed=step, guide=guide)
+            assert result == seeded(plain, *args, seed=step, guide=guide)
     finally:
         torch.set_default_dtype(torch.float64)
     assert uses(loss) == 7
@@ -135,10 +135,10 @@ def test_arguments_in_containers_are_told_apart_by_their_structure() -> None:
     loss = check(model, guide=guide_of, args=({"x": x},))
     for args in (({"x": x, "normal": [0.3, 2.0]},), ({"x": x, "normal": [0.3]}, 2.0)):
         for step in range(5):
-            found = seeded(loss, model, *args, seed=step, guide=guide_of)
+            result = seeded(loss, model, *args, seed=step, guide=guide_of)
             plain = seeded(TraceSGVB_ELBO(), model, *args, seed=step, guide=guide_of)
-            assert found == pytest.approx(plain, rel=1e-12)
-    assert len(loss._cases) == 3
+            assert result == pytest.approx(plain, rel=1e-12)
+    assert len(loss._specializations) == 3
     assert uses(loss) == 4 + 2 + 2
 
 
@@ -386,8 +386,8 @@ def many() -> Callable[..., None]:
             setattr(layer, f"value_{i}", i)
 
     def model(x: Tensor) -> None:
-        found = sum(getattr(layer, f"value_{i}") for layer in layers for i in range(300))
-        normal_model(x, loc=float(found))
+        result = sum(getattr(layer, f"value_{i}") for layer in layers for i in range(300))
+        normal_model(x, loc=float(result))
 
     return model
 
@@ -449,8 +449,8 @@ def test_what_cannot_be_recorded_runs_as_ever(kind: str, caplog: pytest.LogCaptu
 def test_a_handler_around_the_loss_is_refused() -> None:
     loss = check(normal_model)
     with pyro.poutine.scale(scale=2.0):
-        found = seeded(loss, normal_model, x)
-        assert found == seeded(TraceSGVB_ELBO(), normal_model, x)
+        result = seeded(loss, normal_model, x)
+        assert result == seeded(TraceSGVB_ELBO(), normal_model, x)
 
 
 def test_what_is_not_seen_is_found_by_a_comparison(caplog: pytest.LogCaptureFixture) -> None:
@@ -465,10 +465,10 @@ def test_what_is_not_seen_is_found_by_a_comparison(caplog: pytest.LogCaptureFixt
     held.value = 1.0  # nothing of Python's has changed
     stale = 0
     for step in range(5, 20):
-        found = seeded(loss, model, x, seed=step)
-        stale += found != seeded(plain, model, x, seed=step)
+        result = seeded(loss, model, x, seed=step)
+        stale += result != seeded(plain, model, x, seed=step)
     assert stale <= 4
-    assert found == seeded(plain, model, x, seed=19)
+    assert result == seeded(plain, model, x, seed=19)
 
 
 def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing() -> None:
@@ -517,7 +517,7 @@ def test_an_attribute_that_changes_before_recordings_pay_is_named(
         net.width = 1.0 + step // period
         loss.loss_and_grads(net.model, net.guide, batches(1)[0])
     assert "attribute 'width' of Net changes again and again" in caplog.text
-    assert sum(case._made for case in loss._cases.values()) <= 6
+    assert sum(case._num_recorded for case in loss._specializations.values()) <= 6
 
 
 def test_a_plain_program_stays_exact_in_a_long_run() -> None:
@@ -533,24 +533,24 @@ class Several(Trace_ELBO):
     """A loss that returns more than a number."""
 
     def loss_and_grads(self, *args: Any) -> Any:
-        found = super().loss_and_grads(*args)
-        return found, {"half": found / 2, "count": 3}
+        result = super().loss_and_grads(*args)
+        return result, {"half": result / 2, "count": 3}
 
     def differentiable_loss(self, *args: Any) -> Any:
-        found = super().differentiable_loss(*args)
-        return found, 2 * found.detach()
+        result = super().differentiable_loss(*args)
+        return result, 2 * result.detach()
 
 
 @pytest.mark.parametrize("function", ["loss_and_grads", "differentiable_loss"])
 def test_a_loss_that_returns_more_than_a_number_runs_uncompiled(function: str) -> None:
     plain = Several()
     compiled = CompiledELBO(plain, "eager")
-    found = []
+    result = []
     for loss in (plain, compiled):
         for step in range(5):
             torch.manual_seed(step)
-            found.append(getattr(loss, function)(normal_model, guide, x))
-    assert found[:5] == found[5:]
+            result.append(getattr(loss, function)(normal_model, guide, x))
+    assert result[:5] == result[5:]
     assert f"its {function} returns a tuple" in reasons(compiled)[0]
 
 
@@ -573,8 +573,8 @@ def test_what_the_backward_pass_does_is_at_no_line(caplog: pytest.LogCaptureFixt
         pyro.sample("L", dist.LKJCholesky(3, 1.0))
 
     def guide(x: Tensor) -> None:
-        found = pyro.param("L_loc", torch.eye(3), constraint=dist.constraints.corr_cholesky)
-        pyro.sample("L", dist.Delta(found, event_dim=2))
+        result = pyro.param("L_loc", torch.eye(3), constraint=dist.constraints.corr_cholesky)
+        pyro.sample("L", dist.Delta(result, event_dim=2))
 
     check(model, guide=guide)
     assert "values (index) at the backward pass, no line of the programs" in caplog.text

@@ -115,8 +115,8 @@ def _replaced(make: Callable[[float], Any], read: Callable[[Any], Any]) -> Calla
 
 def _of_another_class(name: str) -> Any:
     held = Shared()
-    found = {"property": lambda: held.doubled, "classmethod": lambda: Shared.tripled()}[name]
-    return found, lambda value: setattr(Global, "width", value)
+    result = {"property": lambda: held.doubled, "classmethod": lambda: Shared.tripled()}[name]
+    return result, lambda value: setattr(Global, "width", value)
 
 
 def _of_an_inner_module() -> Any:
@@ -125,9 +125,9 @@ def _of_an_inner_module() -> Any:
 
 def _of_a_module_that_is_imported_within() -> Any:
     def get() -> float:
-        import outer.inner as found  # type: ignore[import-not-found]
+        import outer.inner as result  # type: ignore[import-not-found]
 
-        return float(found.width)
+        return float(result.width)
 
     return get, lambda value: setattr(inner, "width", value)
 
@@ -313,8 +313,8 @@ def guide(x: Tensor, *_: Any) -> None:
 
 def seeded(loss: Any, model: Any, *args: Any, seed: int) -> float:
     torch.manual_seed(seed)
-    found: float = loss.loss_and_grads(model, guide, x, *args)
-    return found
+    result: float = loss.loss_and_grads(model, guide, x, *args)
+    return result
 
 
 def reading(get: Callable[[], Any]) -> Callable[..., None]:
@@ -335,12 +335,12 @@ def test_a_value_that_changes_is_seen(place: str, monkeypatch: pytest.MonkeyPatc
     model = reading(get)
     with ExecutedCode() as executed:
         model(x)
-    found = Dependencies.of(model, executed=executed)
+    result = Dependencies.of(model, executed=executed)
     try:
-        assert found.changed() is None
-        assert not found.refused
+        assert result.changed() is None
+        assert not result.unsupported
         put(2.0)
-        assert found.changed() is not None
+        assert result.changed() is not None
     finally:
         put(1.0)
 
@@ -390,7 +390,7 @@ def test_an_annealing_factor_is_an_input_of_weighted_objectives(make: Callable[[
             seeded(plain, *args, seed=step), rel=1e-12
         )
     assert uses(loss) == 7
-    assert len(loss._cases) == 1
+    assert len(loss._specializations) == 1
 
 
 @pytest.mark.parametrize("plain", [Trace_ELBO(), TraceIWAE_ELBO(2), RenyiELBO(0.5, 2)])

@@ -49,12 +49,12 @@ def penalized(loss: Any, programs: Programs) -> Callable[[Any, int], float]:
     def step(args: Any, seed: int) -> float:
         torch.manual_seed(seed)
         programs.net.zero_grad()
-        found = elbo(*args) + programs.penalty
-        found.backward()
+        result = elbo(*args) + programs.penalty
+        result.backward()
         with torch.no_grad():
             for p in programs.net.parameters():
                 p -= 0.01 * p.grad
-        return float(found.detach())
+        return float(result.detach())
 
     return step
 
@@ -75,13 +75,13 @@ def by_module(loss: Any, programs: Programs) -> Callable[[Any, int], float]:
     def step(args: Any, seed: int) -> float:
         torch.manual_seed(seed)
         programs.net.zero_grad()
-        found = elbo(*args)
-        found.backward()
+        result = elbo(*args)
+        result.backward()
         with torch.no_grad():
             for p in programs.net.parameters():
                 if p.grad is not None and p.requires_grad:
                     p -= 0.01 * p.grad
-        return float(found.detach())
+        return float(result.detach())
 
     return step
 
@@ -91,11 +91,11 @@ def train(compiled: bool, how: Any, change: Callable[[Programs, int], Any]) -> t
     pyro.clear_param_store()
     programs, plain = Programs(), TraceSGVB_ELBO()
     loss = CompiledELBO(plain, "eager") if compiled else plain
-    step, found = how(loss, programs), []
+    step, result = how(loss, programs), []
     for i in range(24):
         args = change(programs, i) or (x, x)
-        found += [step(args, i), *(p.item() for p in programs.net.parameters())]
-    return found, loss
+        result += [step(args, i), *(p.item() for p in programs.net.parameters())]
+    return result, loss
 
 
 def freeze(programs: Programs, step: int) -> None:
@@ -157,8 +157,8 @@ CHANGES += (freeze, unfreeze, hook, later_hook, hook_after, same_then_other)
 )
 def test_steps_are_the_plain_ones_whatever_changes(change: Any, how: Any) -> None:
     plain, _ = train(False, how, change)
-    found, loss = train(True, how, change)
-    assert found == pytest.approx(plain, rel=1e-12)
+    result, loss = train(True, how, change)
+    assert result == pytest.approx(plain, rel=1e-12)
     may_not = how is by_svi and change in (hook, later_hook, hook_after)
     assert bool(reasons(loss)) == may_not
     assert may_not or uses(loss) > 8
@@ -176,20 +176,20 @@ class Model:
 
 def test_a_model_without_a_hash() -> None:
     model, plain = Model(), TraceSGVB_ELBO()
-    loss, found = CompiledELBO(plain, "eager"), []
+    loss, result = CompiledELBO(plain, "eager"), []
     for elbo in (loss, plain):
         model.width = 1.0
         for step in range(12):
             model.width = 1.0 if step < 7 else 2.0
             torch.manual_seed(step)
-            found.append(elbo.loss(model, Programs().guide, x, x))
-    assert found[:12] == found[12:]
+            result.append(elbo.loss(model, Programs().guide, x, x))
+    assert result[:12] == result[12:]
 
 
 def test_a_penalty_that_a_program_leaves_behind_keeps_its_gradient() -> None:
     plain, _ = train(False, penalized, lambda programs, step: None)
-    found, loss = train(True, penalized, lambda programs, step: None)
-    assert found == pytest.approx(plain, rel=1e-12)
+    result, loss = train(True, penalized, lambda programs, step: None)
+    assert result == pytest.approx(plain, rel=1e-12)
     assert "'penalty' of Programs has a gradient" in reasons(loss)[0]
 
 
@@ -197,13 +197,13 @@ def test_second_derivatives_are_refused() -> None:
     programs = Programs()
     elbo = CompiledELBO(TraceSGVB_ELBO(), "eager")(programs.model, programs.guide)
     parameters = list(programs.net.parameters())
-    found = [elbo(x, x) for _ in range(3)][-1]  # the third is recorded
+    result = [elbo(x, x) for _ in range(3)][-1]  # the third is recorded
     with pytest.raises(RuntimeError, match=r"first derivatives only.*\.plain"):
-        torch.autograd.grad(found, parameters, create_graph=True)
+        torch.autograd.grad(result, parameters, create_graph=True)
 
 
 def test_a_parameter_that_grows() -> None:
-    found = []
+    result = []
     for compiled in (False, True):
         pyro.clear_param_store()
         table = nn.Embedding.from_pretrained(torch.ones(3, 1), freeze=False)
@@ -222,8 +222,8 @@ def test_a_parameter_that_grows() -> None:
             if step == 8:  # before the sixth use, which nothing compares
                 table.weight.data, table.weight.grad = torch.zeros(5, 1), None
             torch.manual_seed(step)
-            found.append(svi.step(x))
-    assert found[:12] == found[12:]
+            result.append(svi.step(x))
+    assert result[:12] == result[12:]
 
 
 def by_slope(x: Tensor) -> None:

@@ -142,15 +142,15 @@ def programs_without_arguments() -> tuple[Callable[[], None], AutoNormal]:
 
 
 def test_an_autoguide_makes_its_plates_at_each_step_and_is_recorded() -> None:
-    found = []
+    result = []
     for compiled in (False, True):
         pyro.clear_param_store()
         model, guide = programs_without_arguments()
         plain = TraceSGVB_ELBO()
         loss = CompiledELBO(plain, "eager") if compiled else plain
         torch.manual_seed(0)
-        found.append([loss.loss_and_grads(model, guide) for _ in range(7)])
-    assert found[0] == found[1]
+        result.append([loss.loss_and_grads(model, guide) for _ in range(7)])
+    assert result[0] == result[1]
     assert uses(loss) == 4
 
 

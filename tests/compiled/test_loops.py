@@ -31,8 +31,8 @@ class Trainer(nn.Module):
         self.net, self.elbo = net, loss(net.model, net.guide)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        found: Tensor = self.elbo(batch)
-        return found / len(batch)
+        result: Tensor = self.elbo(batch)
+        return result / len(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.net.parameters(), lr=0.01)
@@ -51,12 +51,12 @@ def fit(trainer: Trainer) -> list[Tensor]:
 
 
 def test_a_loop_that_accumulates_and_clips_gradients() -> None:
-    found = []
+    result = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
         loss, net = wrap(TraceSGVB_ELBO()), make()
         torch.manual_seed(1)
-        found.append(fit(Trainer(loss, net)))
-    for a, b in zip(*found, strict=True):
+        result.append(fit(Trainer(loss, net)))
+    for a, b in zip(*result, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     assert uses(loss) == 7
 
@@ -89,7 +89,7 @@ class Encoder(PyroModule):
 @pytest.mark.parametrize("local", [False, True])
 def test_parameters_of_modules_that_share_no_names(local: bool) -> None:
     """Also where they are changed by hand, replaced, and frozen between recorded steps."""
-    found = []
+    result = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
         pyro.clear_param_store()
         torch.manual_seed(0)
@@ -108,8 +108,8 @@ def test_parameters_of_modules_that_share_no_names(local: bool) -> None:
                 values.append(elbo(x))
                 values[-1].backward()
                 optim.step()
-        found.append([float(v.detach()) for v in values] + model.decoder.bias.tolist())
-    assert found[0] == pytest.approx(found[1], rel=1e-10)
+        result.append([float(v.detach()) for v in values] + model.decoder.bias.tolist())
+    assert result[0] == pytest.approx(result[1], rel=1e-10)
     assert uses(loss) >= 3
 
 
@@ -134,7 +134,7 @@ def on_a_rank(out: Path) -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     torch.set_default_dtype(torch.float64)
-    found = []
+    result = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
         net = make()
         loss = wrap(TraceSIS_ELBO(2, ULA(0.1), max_plate_nesting=1))
@@ -147,8 +147,8 @@ def on_a_rank(out: Path) -> None:
             optimizer.zero_grad()
             joined(batch).backward()
             optimizer.step()
-        found.append([p.detach() for p in net.parameters()])
-    torch.save((found, uses(loss), reasons(loss)), out / f"{rank}.pt")
+        result.append([p.detach() for p in net.parameters()])
+    torch.save((result, uses(loss), reasons(loss)), out / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -164,11 +164,11 @@ def test_two_processes_train_as_without_recordings(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    for (plain, recorded), replayed, refused in found:
+    result = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for (plain, recorded), replayed, refused in result:
         assert (replayed, refused) == (STEPS - 3, [])
         assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
-    for a, b in zip(found[0][0][1], found[1][0][1], strict=True):
+    for a, b in zip(result[0][0][1], result[1][0][1], strict=True):
         assert torch.equal(a, b)
 
 

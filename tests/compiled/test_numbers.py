@@ -38,7 +38,7 @@ MANY: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
 # Those that training/test_recorded.py does not have.
 LOSSES: dict[str, Callable[[], Any]] = {
     "IWAE, one by one": lambda: TraceIWAE_ELBO(2),
-    "IWAE, reparam": lambda: TraceIWAE_ELBO(3, "reparam", **MANY),
+    "IWAE, reparam": lambda: TraceIWAE_ELBO(3, gradient_estimator="reparam", **MANY),
     "Trace_ELBO": Trace_ELBO,
     "TraceMeanField_ELBO": TraceMeanField_ELBO,
     "TraceGraph_ELBO": TraceGraph_ELBO,
@@ -59,15 +59,15 @@ def test_dropout_and_running_statistics(options: dict[str, Any]) -> None:
 
 
 def test_step_sizes_adapt_and_the_record_of_the_step_is_the_last_one() -> None:
-    found = []
+    result = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
         loss = TraceSIS_ELBO(1, ULA(), coordinates="latent", max_plate_nesting=1)
         train(make(), wrap(loss), 8)
         record = loss.last_step
         assert record is not None
-        found.append((loss.kernel.step_size(), record.acceptance, record.log_weight))
+        result.append((loss.kernel.step_size(), record.acceptance, record.log_weight))
         assert len(loss.kernel.step_size()) == 2
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*result, strict=True))
 
 
 class Column(torch.nn.Linear):

@@ -100,9 +100,9 @@ def test_a_recorded_search_finds_the_states_of_the_plain_one(kind: str) -> None:
     model, options, settings = SEARCHES[kind]
     expected = trained(model, options, TraceTruncated_ELBO(**settings))
     loss = CompiledELBO(TraceTruncated_ELBO(**settings), backend="eager")
-    found = trained(model, options, loss)
-    assert found[0] == expected[0]
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+    result = trained(model, options, loss)
+    assert result[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
     assert not reasons(loss)
     assert uses(loss) >= 5
 
@@ -119,10 +119,10 @@ def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
     options = {"evolution": EvolutionaryUpdate(2, 2, 1, mutation=UniformFlips())}
     expected = trained(model, options, TraceTruncated_ELBO(), 0.06, 16)
     loss = CompiledELBO(TraceTruncated_ELBO(), backend="eager")
-    found = trained(model, options, loss, 0.06, 16)
-    assert found[0] == expected[0]
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
-    (case,) = loss._cases.values()
+    result = trained(model, options, loss, 0.06, 16)
+    assert result[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
+    (case,) = loss._specializations.values()
     assert (case._failures, reasons(loss)) == (0, [])
     assert (pyro.param("logits") > 0).any()
     assert len(case._recordings) == 2
@@ -140,12 +140,12 @@ def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() ->
     for loss in (TraceTruncated_ELBO(), compiled := CompiledELBO(TraceTruncated_ELBO(), "eager")):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = TruncatedPosterior(model, 5, EvolutionaryUpdate(2, 2, 1))
+        guide = TruncatedPosterior(model, 5, evolution=EvolutionaryUpdate(2, 2, 1))
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
         shifts = [torch.tensor(1.0 if step // 8 % 2 else -1.0) for step in range(40)]
         runs.append([svi.step(x, shift) for shift in shifts])
     assert runs[0] == runs[1]
-    (case,) = compiled._cases.values()
+    (case,) = compiled._specializations.values()
     assert (len(case._recordings), reasons(compiled)) == (2, [])
     # Before the second way was recorded, and never again.
     assert sum(r.misses for r in case._recordings) == 6

@@ -51,8 +51,8 @@ def judged(
     monkeypatch.setattr(annealing, "_LONG", long)
     monkeypatch.setattr(annealing, "RecordedTransition", make)
     options = {"num_particles": 3, "schedule": 12, "warmup": 2, "max_plate_nesting": 1, **options}
-    found = by(model, guide, x, seed=3, **options)
-    return found, sum(m._uses for m in made)
+    result = by(model, guide, x, seed=3, **options)
+    return result, sum(m._uses for m in made)
 
 
 evidence = partial(judged, partial(log_evidence, keep_log_weight=True))
@@ -73,19 +73,19 @@ def test_the_weights_are_the_plain_ones(
 ) -> None:
     plain, replayed = evidence(model, monkeypatch, 1000, kernel=kernel, **options)
     assert replayed == 0
-    found, replayed = evidence(model, monkeypatch, 10, kernel=kernel, **options)
+    result, replayed = evidence(model, monkeypatch, 10, kernel=kernel, **options)
     assert replayed >= 8
-    assert torch.equal(found.log_weight, plain.log_weight)
-    assert torch.equal(found.acceptance, plain.acceptance)
-    assert torch.equal(found.step_size, plain.step_size)
+    assert torch.equal(result.log_weight, plain.log_weight)
+    assert torch.equal(result.acceptance, plain.acceptance)
+    assert torch.equal(result.step_size, plain.step_size)
 
 
 def test_the_moved_draws_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, replayed = draws(model, monkeypatch, 1000, kernel=HMC(num_leapfrog=2))
     assert replayed == 0
-    found, replayed = draws(model, monkeypatch, 10, kernel=HMC(num_leapfrog=2))
+    result, replayed = draws(model, monkeypatch, 10, kernel=HMC(num_leapfrog=2))
     assert replayed >= 8
-    assert torch.equal(found["z"], plain["z"])
+    assert torch.equal(result["z"], plain["z"])
 
 
 def by_value(x: Tensor) -> None:
@@ -96,9 +96,9 @@ def by_value(x: Tensor) -> None:
 
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = evidence(by_value, monkeypatch, 1000, kernel=HMC(0.3))
-    found, replayed = evidence(by_value, monkeypatch, 10, kernel=HMC(0.3))
+    result, replayed = evidence(by_value, monkeypatch, 10, kernel=HMC(0.3))
     assert replayed == 0
-    assert torch.equal(found.log_weight, plain.log_weight)
+    assert torch.equal(result.log_weight, plain.log_weight)
 
 
 def test_parameters_of_each_transition_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,9 @@ def test_parameters_of_each_transition_run_as_ever(monkeypatch: pytest.MonkeyPat
     step_size.log_value.data = torch.linspace(0.01, 0.1, 12).log()
     kernel = ULA(step_size)
     plain, _ = evidence(model, monkeypatch, 1000, kernel=kernel)
-    found, replayed = evidence(model, monkeypatch, 10, kernel=kernel)
+    result, replayed = evidence(model, monkeypatch, 10, kernel=kernel)
     assert replayed == 0
-    assert torch.equal(found.log_weight, plain.log_weight)
+    assert torch.equal(result.log_weight, plain.log_weight)
 
 
 def test_what_is_not_seen_is_found_at_the_beginning_of_a_chain() -> None:
@@ -142,7 +142,7 @@ def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
 
             start = evaluator(density)(torch.randn(4, 2))
             anneal(start, betas, moves, evaluator(density, False))
-        recorded.append((moves._recorded, moves._refused))
+        recorded.append((moves._recorded, moves._unsupported))
     assert recorded[0][0] >= 8
     assert recorded[0][1] is False
     assert recorded[1] == (7, True)
@@ -197,8 +197,8 @@ def test_one_recording_serves_all_batches_of_one_size(
     )
     kernel = HMC(0.3, num_leapfrog=1)
     plain, _ = judged(by, model, monkeypatch, 1000, kernel=kernel, guide=guide)
-    found, replayed = judged(by, model, monkeypatch, 10, kernel=kernel, guide=guide)
-    assert torch.equal(found.log_weight, plain.log_weight)
+    result, replayed = judged(by, model, monkeypatch, 10, kernel=kernel, guide=guide)
+    assert torch.equal(result.log_weight, plain.log_weight)
     assert len(made) == recordings
     assert replayed >= 9 * len(batches)
 

@@ -66,8 +66,8 @@ def test_updates_are_outputs_of_the_graph(kind: str) -> None:
     x = x + 0.5
     before, expected = held.clone(), held.clone()
     result = write(expected, x)
-    found, *new = graph(*constants, x)
-    assert torch.equal(found, result)
+    outcome, *new = graph(*constants, x)
+    assert torch.equal(outcome, result)
     assert torch.equal(held, before)  # until it is used
     update.write(held, new)
     assert torch.equal(held, expected)

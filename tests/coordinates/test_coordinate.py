@@ -352,12 +352,12 @@ def test_far_noise_is_as_far_as_its_probability(name, dtype, far):
     at = torch.tensor([-far, -far / 2, -5.6, -3.0, 0.0, 2.0], dtype=dtype)
     expected = torch.special.log_ndtr(at)
     if name == "gumbel":
-        found = -(-coordinate_of(dist.Gumbel(zero, one)).value(at)).exp()
+        result = -(-coordinate_of(dist.Gumbel(zero, one)).value(at)).exp()
     elif name == "low end":
-        found = coordinate_of(dist.Uniform(zero, one)).value(at).log()
+        result = coordinate_of(dist.Uniform(zero, one)).value(at).log()
     else:
-        found = (-coordinate_of(dist.Uniform(-one, zero)).value(-at)).log()
-    assert torch.allclose(found, expected, rtol=1e-5)
+        result = (-coordinate_of(dist.Uniform(-one, zero)).value(-at)).log()
+    assert torch.allclose(result, expected, rtol=1e-5)
 
 
 @cases(DISCRETE)

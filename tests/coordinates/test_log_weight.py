@@ -10,7 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.coordinates.coordinate import GivenLatents
+from pyro_mcvae.coordinates.coordinate import LatentValues
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
@@ -111,14 +111,14 @@ def in_one_row(totals):
     return torch.cat([v.reshape(-1) for v in values])
 
 
-def assert_by_hand(example, evaluation, found=None, **options):
-    found = evaluation.log_weight if found is None else found
-    for k in range(len(found)):
+def assert_by_hand(example, evaluation, result=None, **options):
+    result = evaluation.log_weight if result is None else result
+    for k in range(len(result)):
         totals = by_hand(example, evaluation, k, **options)
         assert len(totals) == len(evaluation.sample.blocks)
         expected = in_one_row(in_order(example, evaluation, totals))
-        assert found[k].shape == expected.shape
-        assert torch.allclose(found[k], expected, atol=1e-8), k
+        assert result[k].shape == expected.shape
+        assert torch.allclose(result[k], expected, atol=1e-8), k
 
 
 def in_order(example, evaluation, totals):
@@ -174,13 +174,13 @@ def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     first, second = example.log_weight(3, True), example.log_weight(3, False)
     for a, b in ((first, second), (second, first)):
         at = moved(example, a)
-        found, other = a(at), b(at)
-        assert torch.allclose(found.log_weight, other.log_weight, atol=1e-8)
-        assert torch.allclose(found.log_base, other.log_base, atol=1e-8)
+        result, other = a(at), b(at)
+        assert torch.allclose(result.log_weight, other.log_weight, atol=1e-8)
+        assert torch.allclose(result.log_base, other.log_base, atol=1e-8)
     # And the same gradient, so that one of the modes is enough to compare with finite differences.
     gradients = [
         torch.autograd.grad(weighted(e.log_weight), example.parameters(), allow_unused=True)
-        for e in (found, other)
+        for e in (result, other)
     ]
     for g, h in zip(*gradients, strict=True):
         assert (g is None) == (h is None)
@@ -255,14 +255,14 @@ def test_a_step_within_another_has_its_minibatch_and_global_latents(name, vector
     example = EXAMPLES[name]()
     first = example.log_weight(3, vectorize).first.sample
     pyro.set_rng_seed(77)
-    found = LogWeight(ParticleSampler(4, vectorize, math.inf), example.programs, within=first)
-    assert found.first.log_weight.shape == (4, *first.log_weight.shape[1:])
-    sample = found.first.sample
+    result = LogWeight(ParticleSampler(4, vectorize, math.inf), example.programs, within=first)
+    assert result.first.log_weight.shape == (4, *first.log_weight.shape[1:])
+    sample = result.first.sample
     for n, value in first.global_values().items():
         assert torch.equal(sample.global_values()[n], value)
     for n, indices in first.subsamples.items():
         assert torch.equal(torch.as_tensor(sample.subsamples[n]), torch.as_tensor(indices))
-    assert torch.allclose(found(found.coordinates).log_weight, found.first.log_weight, atol=1e-8)
+    assert torch.allclose(result(result.coordinates).log_weight, result.first.log_weight, atol=1e-8)
 
 
 @in_turn("coordinates", COORDINATES, GAUSSIAN, every=2)
@@ -276,11 +276,11 @@ def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
     sampler = ParticleSampler(3, vectorize, math.inf)
     if name == "auto-low-rank" and coordinates == "noise":
         with pytest.raises(NoCoordinateError, match="'_AutoLowRankMultivariateNormal_latent'"):
-            LogWeight(sampler, example.programs, coordinates, begin=GivenLatents(local))
+            LogWeight(sampler, example.programs, coordinates, begin=LatentValues(local))
         return
-    found = LogWeight(sampler, example.programs, coordinates, begin=GivenLatents(local))
-    run = found.first.sample.runs[0]
-    for n in found.packing.sites:
+    result = LogWeight(sampler, example.programs, coordinates, begin=LatentValues(local))
+    run = result.first.sample.runs[0]
+    for n in result.packing.sites:
         value = run.guide_trace.nodes[n]["value"]
         assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
 
@@ -341,18 +341,18 @@ def test_gradients_in_the_parameters_at_fixed_noise_are_those_of_finite_differen
     def at_offset(step):
         for p, d in zip(parameters, directions, strict=True):
             p.data.add_(d, alpha=step)
-        found = [v.detach() for v in value_and_slope()]
+        result = [v.detach() for v in value_and_slope()]
         for p, d in zip(parameters, directions, strict=True):
             p.data.add_(d, alpha=-step)
-        return found
+        return result
 
     ends = zip(at_offset(STEP), at_offset(-STEP), strict=True)
     for value, (after, before), rtol in zip(value_and_slope(), ends, (1e-5, 1e-4), strict=True):
         grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
         pairs = zip(grads, directions, strict=True)
-        found = sum((g * d).sum() for g, d in pairs if g is not None)
+        result = sum((g * d).sum() for g, d in pairs if g is not None)
         expected = (after - before) / (2 * STEP)
-        assert torch.allclose(found, expected, rtol=rtol, atol=1e-6)
+        assert torch.allclose(result, expected, rtol=rtol, atol=1e-6)
 
 
 # A messenger runs both programs at once; each minibatch of turns has sites of its own.
@@ -502,8 +502,8 @@ def test_weights_of_all_noise_integrate_to_the_evidence(dtype):
     count = 4001
     grid = torch.linspace(-12, 12, count, dtype=dtype)
     log_weight = LogWeight(ParticleSampler(count, None, 0), Programs(model, guide, (), {}))
-    found = log_weight(grid.reshape(-1, 1))
+    result = log_weight(grid.reshape(-1, 1))
     z = torch.linspace(-4, 12, 100001)
     exact = dist.Gumbel(0.0, 1.0).log_prob(z) + dist.Normal(z, 0.9).log_prob(torch.tensor(0.5))
-    integral = (found.log_weight + found.log_base).exp().sum() * (24 / (count - 1))
+    integral = (result.log_weight + result.log_base).exp().sum() * (24 / (count - 1))
     assert integral.item() == pytest.approx(exact.exp().sum().item() * 16 / 100000, rel=1e-4)

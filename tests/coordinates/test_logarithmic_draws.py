@@ -34,10 +34,10 @@ def test_mean_of_the_logarithm_and_its_gradient(name, concentration):
     exact = mean(torch.tensor(concentration, dtype=torch.float64, requires_grad=True))
     assert_mean(at.detach().double(), exact.detach(), sigmas=5)
     (slope,) = torch.autograd.grad(at.sum(), a)
-    (found,) = torch.autograd.grad(mean(b := a.detach().double()[:1].requires_grad_()).sum(), b)
+    (result,) = torch.autograd.grad(mean(b := a.detach().double()[:1].requires_grad_()).sum(), b)
     # PyTorch's derivative of a quantile of Gamma is an approximation to about 1e-3.
-    error = 5 * slope.double().std() / COUNT**0.5 + 2e-3 * found.abs()
-    assert (slope.double().mean() - found).abs() < error
+    error = 5 * slope.double().std() / COUNT**0.5 + 2e-3 * result.abs()
+    assert (slope.double().mean() - result).abs() < error
 
 
 def test_parts_of_a_dirichlet_draw():

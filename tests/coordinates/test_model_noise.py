@@ -63,7 +63,7 @@ def test_the_weight_is_a_function_of_the_coordinates(guide, vectorize):
 def test_the_mean_weight_of_a_chain_is_the_evidence():
     pyro.set_rng_seed(0)
     kernel, many = UnderdampedLangevin(0.3), {"num_particles": 5000, "max_plate_nesting": 1}
-    elbo = TraceSIS_ELBO(None, kernel, LinearSchedule(10), multi_sample=True, **many)
+    elbo = TraceSIS_ELBO(None, kernel, schedule=LinearSchedule(10), multi_sample=True, **many)
     with torch.no_grad():
         bounds = torch.tensor([-elbo.loss(model, mean_field, x) for _ in range(8)])
     assert abs(bounds.mean() - EXACT) < 4 * bounds.std() / 8**0.5
@@ -79,14 +79,14 @@ def quiet(x):
     ("model", "reason"), [(model, "draws random numbers outside sample sites"), (quiet, None)]
 )
 def test_a_compiled_step_with_such_a_model_runs_as_ever(model, reason):
-    found = []
+    result = []
     for wrapped in (lambda elbo: elbo, partial(CompiledELBO, backend="eager")):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         loss = wrapped(TraceSIS_ELBO(2, max_plate_nesting=1))
         svi = SVI(model, mean_field, pyro.optim.Adam({"lr": 0.05}), loss)
-        found.append([svi.step(x) for _ in range(6)])
-    assert found[0] == found[1]
+        result.append([svi.step(x) for _ in range(6)])
+    assert result[0] == result[1]
     assert [reason in said for said in reasons(loss)] == ([True] if reason else [])
 
 
@@ -123,11 +123,11 @@ def test_draws_that_leave_no_trace_are_noise(elbo):
 
 
 def test_no_estimator_takes_the_gradient_of_such_draws():
-    found = []
+    result = []
     for estimator in ("reparam", "vimco"):
         pyro.clear_param_store()
-        TraceIWAE_ELBO(3, estimator).loss_and_grads(*conjugate(4000))
-        found.append(pyro.param("shape").grad)
-    error = (found[0].var() + found[1].var()).sqrt() / 4000**0.5
-    assert (found[0].mean() - found[1].mean()).abs() < 4.5 * error
-    assert found[0].mean().abs() > 10 * error
+        TraceIWAE_ELBO(3, gradient_estimator=estimator).loss_and_grads(*conjugate(4000))
+        result.append(pyro.param("shape").grad)
+    error = (result[0].var() + result[1].var()).sqrt() / 4000**0.5
+    assert (result[0].mean() - result[1].mean()).abs() < 4.5 * error
+    assert result[0].mean().abs() > 10 * error

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from pyro_mcvae.coordinates.layout import Packing, SiteShape
+from pyro_mcvae.coordinates.packing import Packing, SiteShape
 
 DTYPES = [torch.float32, torch.float64, torch.int64]
 
@@ -141,11 +141,11 @@ def test_empty_events_take_no_place():
     }
     values = values_of(sites, 2)
     packing = Packing(sites, [(-1,), ()])
-    for found in (values, {n: v[:1].squeeze(0) for n, v in values.items()}):
-        packed = packing.pack(found)
-        leading = 2 if found is values else 1
+    for result in (values, {n: v[:1].squeeze(0) for n, v in values.items()}):
+        packed = packing.pack(result)
+        leading = 2 if result is values else 1
         assert packed.shape == (leading, 4, 2)
         back = packing.unpack(packed)
-        for name, value in found.items():
+        for name, value in result.items():
             assert torch.equal(back[name], value.reshape(back[name].shape))
             assert back[name].shape == (leading, *values[name].shape[1:])

@@ -27,22 +27,22 @@ def fitted(dense, movable=None, count=200_000):
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("movable", [None, MOVABLE])
 def test_the_map_its_inverse_its_determinant_and_its_gradient(dense, movable):
-    found, *_ = fitted(dense, movable, count=50)
+    result, *_ = fitted(dense, movable, count=50)
     u = torch.randn(4, 2, 3, requires_grad=True)
-    z = found.position(u)
-    assert torch.allclose(found.white(z), u, atol=1e-5)
-    jacobian = torch.autograd.functional.jacobian(found.position, u[:1].detach())[0, :, :, 0]
+    z = result.position(u)
+    assert torch.allclose(result.white(z), u, atol=1e-5)
+    jacobian = torch.autograd.functional.jacobian(result.position, u[:1].detach())[0, :, :, 0]
     for n in range(2):
-        assert torch.allclose(jacobian[n, :, n].logdet(), found.log_det[n], atol=1e-5)
+        assert torch.allclose(jacobian[n, :, n].logdet(), result.log_det[n], atol=1e-5)
     (expected,) = torch.autograd.grad(z.sin().sum(), u)
-    assert torch.allclose(found.pulled(z.cos()), expected, atol=1e-5)
+    assert torch.allclose(result.pulled(z.cos()), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_draws_are_white_in_the_coordinates_that_they_show(dense):
-    found, mean, draws = fitted(dense)
-    white = found.white(draws)
-    assert torch.allclose(found.mean, mean, atol=0.05)
+    result, mean, draws = fitted(dense)
+    white = result.white(draws)
+    assert torch.allclose(result.mean, mean, atol=0.05)
     assert torch.allclose(white.mean(0), torch.zeros(2, 3), atol=0.01)
     covariance = torch.einsum("kni,knj->nij", white, white) / len(white)
     if dense:
@@ -53,20 +53,20 @@ def test_draws_are_white_in_the_coordinates_that_they_show(dense):
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_what_does_not_move_stays_as_it_is(dense):
-    found, *_ = fitted(dense, MOVABLE, count=50)
+    result, *_ = fitted(dense, MOVABLE, count=50)
     u = torch.randn(4, 2, 3)
-    assert torch.equal(found.position(u)[:, 1, 1], u[:, 1, 1])
+    assert torch.equal(result.position(u)[:, 1, 1], u[:, 1, 1])
     changed = u.clone()
     changed[:, 1, 1] += 1.0
-    assert torch.equal(found.log_normal(changed), found.log_normal(u))
+    assert torch.equal(result.log_normal(changed), result.log_normal(u))
     others = [0, 2]
-    assert torch.equal(found.position(changed)[..., others], found.position(u)[..., others])
+    assert torch.equal(result.position(changed)[..., others], result.position(u)[..., others])
 
 
 def test_few_draws_of_many_dimensions_leave_a_map():
     draws = torch.randn(3, 8).unsqueeze(1)
-    found = Whitening.none(draws, None, True).refined(draws)
-    assert bool(found.log_det.isfinite().all())
+    result = Whitening.none(draws, None, True).refined(draws)
+    assert bool(result.log_det.isfinite().all())
 
 
 def model(x):
@@ -101,8 +101,8 @@ def test_the_evidence_is_the_same_whatever_the_map():
         u = grid[:, None, None].expand(-1, 2, 1)
         state = density(u)
         total = state.log_base + state.log_weight
-        found = total.logsumexp(0) + math.log(grid[1] - grid[0])
-        assert torch.allclose(found, exact, atol=1e-6), (found, exact)
+        result = total.logsumexp(0) + math.log(grid[1] - grid[0])
+        assert torch.allclose(result, exact, atol=1e-6), (result, exact)
         base = state.log_base.logsumexp(0) + math.log(grid[1] - grid[0])
         assert torch.allclose(base, torch.zeros(2).double(), atol=1e-6)
         near = (u[1:-1, :, 0].abs() < 0.5) & (total[1:-1] > -50)

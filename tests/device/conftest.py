@@ -10,5 +10,5 @@ from tests.device import simulated
 def device() -> Iterator[torch.device]:
     if not simulated.AVAILABLE:
         pytest.skip("PyTorch has no Python backend for PrivateUse1 before 2.9")
-    with simulated.simulated_device() as found:
-        yield found
+    with simulated.simulated_device() as result:
+        yield result

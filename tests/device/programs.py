@@ -81,14 +81,14 @@ class Training:
 
     def reads(self, at_most=0, steps=8):
         """The least number of reads of a step, over a few, because some are analysed."""
-        found = []
+        result = []
         for _ in range(steps):
             with host_reads() as reads:
                 self.step()
-            found.append(reads)
+            result.append(reads)
             if len(reads) <= at_most:
                 break
-        return min(found, key=len)
+        return min(result, key=len)
 
 
 @cache

@@ -157,8 +157,8 @@ def _run(func, args, kwargs):
         stays = _is_here(target) if target is not None else bool(here)
         if here and not stays:
             _read(name)
-        found = func(*raw_args, **raw_kwargs)
-        return SimulatedTensor(found) if stays else found
+        result = func(*raw_args, **raw_kwargs)
+        return SimulatedTensor(result) if stays else result
     if here:
         _check(name, given)
         is_mask = name in _MASKED and any(
@@ -166,9 +166,9 @@ def _run(func, args, kwargs):
         )
         if name in _READS or is_mask:
             _read(name)
-    found = func(*raw_args, **raw_kwargs)
+    result = func(*raw_args, **raw_kwargs)
     if not here and not _is_here(target):
-        return found
+        return result
     known = {id(t._raw): t for t in here}
 
     def wrapped(value: object) -> object:
@@ -176,7 +176,7 @@ def _run(func, args, kwargs):
             return value
         return known[id(value)] if id(value) in known else SimulatedTensor(value)
 
-    return pytree.tree_map(wrapped, found)
+    return pytree.tree_map(wrapped, result)
 
 
 def _check(name: str, given: list[Tensor]) -> None:

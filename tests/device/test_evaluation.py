@@ -38,15 +38,15 @@ ANNEALED = {
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "plain")) for n in ANNEALED]
 )
 def test_log_evidence(name, device):
-    found = [on(p, "vae", log_evidence, **ANNEALED[name]).total for p in ("cpu", device)]
-    assert float(found[1]) == pytest.approx(float(found[0]), rel=1e-9)
+    result = [on(p, "vae", log_evidence, **ANNEALED[name]).total for p in ("cpu", device)]
+    assert float(result[1]) == pytest.approx(float(result[0]), rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("programs", ["categories", "states", "slots", "enumerated"])
 def test_log_evidence_of_discrete_latents(programs, device):
-    found = [on(p, programs, log_evidence, num_particles=20).total for p in ("cpu", device)]
-    assert float(found[1]) == pytest.approx(float(found[0]), rel=1e-9)
+    result = [on(p, programs, log_evidence, num_particles=20).total for p in ("cpu", device)]
+    assert float(result[1]) == pytest.approx(float(result[0]), rel=1e-9)
 
 
 @pytest.mark.parametrize("place", ["cpu", "sim"])

@@ -33,7 +33,7 @@ MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
 CASES = {
     "SGVB": (TraceSGVB_ELBO, hand.sgvb, (1.71, 1.53), (1.45, 1.3)),
     "IWAE-10": (
-        lambda: TraceIWAE_ELBO(10, "reparam", **MANY),
+        lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam", **MANY),
         hand.iwae,
         (1.64, 1.79),
         (1.3, 1.42),
@@ -54,14 +54,14 @@ def counts(name):
     vae = VAE(SimpleNamespace(objective="RB" if discrete else name, **SIZES), stored=False)
     x = torch.rand(5, SIZES["pixels"]).bernoulli()
     ways = (hand.Categories, hand.BareCategories) if discrete else (hand.Plain, hand.Bare)
-    found = []
+    result = []
     for wrap in (lambda loss: loss, partial(CompiledELBO, backend="eager")):
         elbo = wrap(loss())
         step = partial(elbo.differentiable_loss, vae.model, vae.guide, x)
-        found.append(count(gradient_step(step, vae.parameters())))
+        result.append(count(gradient_step(step, vae.parameters())))
     for way in ways:
-        found.append(count(gradient_step(lambda w=way: -bound(w(vae), x), vae.parameters())))
-    return found
+        result.append(count(gradient_step(lambda w=way: -bound(w(vae), x), vae.parameters())))
+    return result
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def counted(name: str) -> tuple[float, float, float]:
     if name.startswith("Truncated"):
         children = c if "few" in name else C
         evolution = mc.EvolutionaryUpdate(2, children // 2, 1, mutation=mc.UniformFlips())
-        guide = mc.TruncatedPosterior(programs.model, S, evolution, max_plate_nesting=1)
+        guide = mc.TruncatedPosterior(programs.model, S, evolution=evolution, max_plate_nesting=1)
     loss = OBJECTIVES[name]()(programs.model, guide)
     x = torch.randn(DATA, DIM)
     for _ in range(4):  # The first, second and fourth find out about the programs.
@@ -154,5 +154,5 @@ def test_the_table_has_every_objective() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_costs(name: str) -> None:
-    found, written = counted(name), tuple(value(cell) for cell in rows()[name])
-    assert found == written
+    result, written = counted(name), tuple(value(cell) for cell in rows()[name])
+    assert result == written

@@ -22,7 +22,10 @@ def single_precision():
 
 
 # Each is one program from top to bottom.
-PROGRAMS = ["choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md", "programs.md"]
+PROGRAMS = [
+    *("chains_and_draws.md", "choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md"),
+    *("programs.md", "special_cases.md"),
+]
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
@@ -54,7 +57,7 @@ def test_the_swap_runs(page):
     names |= {"x_test": names["x"], "loader": [names["x"]]}
     for more in rest:  # on the programs of the swap, and data as a reader has them
         exec(compile(more, str(DOCS / page), "exec"), names)
-    assert len(names["found"]["IWAE"].bounds) == 10 if rest else page == "index.md"
+    assert len(names["result"]["IWAE"].bounds) == 10 if rest else page == "index.md"
 
 
 def test_no_other_example():
@@ -78,15 +81,15 @@ def test_notebooks_quote_their_scripts():
 
 def test_names_exist():
     """What a page links to is exported, and stands on the page that the link says."""
-    found = set()
+    result = set()
     for page in DOCS.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"\{(?:class|func|meth)\}", text), page.name
         for name, reference in NAME.findall(text):
             assert hasattr(pyro_mcvae, name), f"{page.name}: {name}"
             assert f":: {name}\n" in (DOCS / reference).read_text(encoding="utf-8"), name
-            found.add(name)
-    assert "TraceSIS_ELBO" in found
+            result.add(name)
+    assert "TraceSIS_ELBO" in result
 
 
 def test_images_are_shown():
@@ -126,30 +129,32 @@ def links(path):
         cells = [c for c in json.loads(text)["cells"] if c["cell_type"] == "markdown"]
         text = "\n".join("".join(c["source"]) for c in cells)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    found = re.findall(r"\]\(([^)\s]+)\)", text)
-    return [t for t in found if not t.startswith(("http", "#", "mailto:", "attachment:"))]
+    result = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [t for t in result if not t.startswith(("http", "#", "mailto:", "attachment:"))]
 
 
 def test_links_lead_somewhere_in_the_repository():
     """Before Sphinx has run, as a reader of the repository follows them."""
     paths = [p for p in PAGES if p.name not in MADE]
     paths += [*(ROOT / "tutorials").glob("*.ipynb"), ROOT / "tutorials" / "README.md"]
-    found = [(p, t) for p in paths for t in links(p)]
-    assert len(found) > 60
+    result = [(p, t) for p in paths for t in links(p)]
+    assert len(result) > 60
     broken = [
-        f"{p.relative_to(ROOT)}: {t}" for p, t in found if not (p.parent / t.split("#")[0]).exists()
+        f"{p.relative_to(ROOT)}: {t}"
+        for p, t in result
+        if not (p.parent / t.split("#")[0]).exists()
     ]
     assert not broken
 
 
 def script(command):
     """The file that ``python tutorials/x.py ...``, ``python -m tests.x`` or a path names."""
-    found = re.match(r"(?:PYTHONPATH=\. )?python (-m )?(\S+)|([\w/]+\.py)\b", command)
-    if not found:
+    result = re.match(r"(?:PYTHONPATH=\. )?python (-m )?(\S+)|([\w/]+\.py)\b", command)
+    if not result:
         return None
-    name = found[2] or found[3]
+    name = result[2] or result[3]
     names = [name]
-    if found[1]:
+    if result[1]:
         names = [name.replace(".", "/") + end for end in (".py", "/__main__.py")]
     folders = ("", "tutorials", "tests/benchmarks")
     places = [ROOT / folder / name for folder in folders for name in names]

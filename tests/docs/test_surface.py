@@ -62,9 +62,9 @@ def explained(cls: type, name: str) -> bool:
     text = "".join(inspect.getdoc(base) or "" for base in ours(cls))
     if re.search(rf":(?:param|ivar|cvar)\b[^:]*\b{name}:", text):
         return True
-    found = [vars(base)[name] for base in ours(cls) if name in vars(base)]
+    result = [vars(base)[name] for base in ours(cls) if name in vars(base)]
     kinds = (property, classmethod, staticmethod)
-    told = [v for v in found if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
+    told = [v for v in result if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
     return any(inspect.getdoc(v) for v in told)
 
 
@@ -78,11 +78,11 @@ def test_every_public_name_is_explained(name: str) -> None:
 
 def test_no_name_comes_unnoticed() -> None:
     """``surface.txt`` has them all: who adds one to it has thought of whether users need it."""
-    found = [f"{n}: {' '.join(sorted(public(getattr(pyro_mcvae, n))))}".strip() for n in CLASSES]
-    assert KNOWN.read_text(encoding="utf-8").splitlines() == found
+    result = [f"{n}: {' '.join(sorted(public(getattr(pyro_mcvae, n))))}".strip() for n in CLASSES]
+    assert KNOWN.read_text(encoding="utf-8").splitlines() == result
 
 
 def test_the_names_of_a_class_are_found() -> None:
-    found = public(pyro_mcvae.TruncatedPosterior)
-    assert {"fit", "for_data", "posterior", "evolution", "num_states"} <= found
-    assert not found & {"begin", "evaluate", "search", "synchronize", "store", "named_parameters"}
+    result = public(pyro_mcvae.TruncatedPosterior)
+    assert {"fit", "for_data", "posterior", "evolution", "num_states"} <= result
+    assert not result & {"begin", "evaluate", "search", "synchronize", "store", "named_parameters"}

@@ -39,8 +39,8 @@ def way():
 
 
 def test_a_step_goes_the_way_of_the_picture():
-    drawn, found = LINE.findall(PICTURE), way()
-    places = [found.index(line) for line in drawn]
+    drawn, result = LINE.findall(PICTURE), way()
+    places = [result.index(line) for line in drawn]
     assert len(drawn) == sum(bool(line.strip()) for line in PICTURE.splitlines())
     assert places == sorted(places)
 

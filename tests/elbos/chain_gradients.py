@@ -51,7 +51,7 @@ def assert_slopes(groups, grads, value):
     :param value: a function of nothing.
     """
     generator = torch.Generator().manual_seed(3)
-    for parameters, found in zip(groups, grads, strict=True):
+    for parameters, result in zip(groups, grads, strict=True):
         directions = [
             torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters
         ]
@@ -63,7 +63,7 @@ def assert_slopes(groups, grads, value):
         for p, d in zip(parameters, directions, strict=True):
             p.data.add_(d.to(p), alpha=STEP)
         expected = (ends[0] - ends[1]) / (2 * STEP)
-        slope = sum(float((g * d).sum()) for g, d in zip(found, directions, strict=True))
+        slope = sum(float((g * d).sum()) for g, d in zip(result, directions, strict=True))
         assert abs(expected) > 1e-4
         assert abs(slope - expected) < 1e-5 * max(1.0, abs(expected)), (slope, expected)
 
@@ -107,8 +107,8 @@ class AcceptPaths:
 
     def _probability(self):
         """Of the present pattern, per datum."""
-        found = sum(p.sum(0) for p in self.log_prob).exp()
-        return torch.where(torch.stack(self.possible).all(0), found, 0.0)
+        result = sum(p.sum(0) for p in self.log_prob).exp()
+        return torch.where(torch.stack(self.possible).all(0), result, 0.0)
 
     def mean_bound(self):
         """The expectation over the bits, at frozen noise."""
@@ -116,10 +116,10 @@ class AcceptPaths:
         for path in self.paths:
             self._force(path)
             pyro.set_rng_seed(0)
-            found = self.elbo.bounds(self.example.model, self.example.guide, *self.example.args)
+            result = self.elbo.bounds(self.example.model, self.example.guide, *self.example.args)
             probability = self._probability()
-            local = torch.where(probability > 0, probability * found.per_datum, 0.0)
-            total += (found.scale * local).sum() + found.shared / len(self.paths)
+            local = torch.where(probability > 0, probability * result.per_datum, 0.0)
+            total += (result.scale * local).sum() + result.shared / len(self.paths)
         return float(total)
 
     def mean_gradients(self, parameters):
@@ -129,8 +129,8 @@ class AcceptPaths:
             method = getattr(type(self.elbo), name)
 
             def run(*args):
-                found = method(self.elbo, *args)
-                return torch.where(self._probability() > 0, found, 0.0) * weigh()
+                result = method(self.elbo, *args)
+                return torch.where(self._probability() > 0, result, 0.0) * weigh()
 
             self.monkeypatch.setattr(self.elbo, name, run, raising=False)
 
@@ -144,6 +144,6 @@ class AcceptPaths:
         shared = run(self.paths[0], lambda: 0.0)
         total = list(shared)
         for path in self.paths:
-            found = run(path, self._probability)
-            total = [t + f - s for t, f, s in zip(total, found, shared, strict=True)]
+            result = run(path, self._probability)
+            total = [t + f - s for t, f, s in zip(total, result, shared, strict=True)]
         return total

@@ -268,11 +268,11 @@ class Discrete:
     @staticmethod
     def take_gradients():
         """The loss's gradients by parameter; clears them."""
-        found = {}
+        result = {}
         for name, p in pyro.get_param_store().named_parameters():
-            found[name] = torch.zeros_like(p) if p.grad is None else p.grad
+            result[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
-        return found
+        return result
 
 
 PROGRAMS = {

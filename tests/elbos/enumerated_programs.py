@@ -262,7 +262,7 @@ def brute_force(model, latents):
     choices = [
         [v.reshape(site["fn"].batch_shape) for v in _assignments(site)] for site in states.values()
     ]
-    found = []
+    result = []
     for values in itertools.product(*choices):
         given = {**latents, **dict(zip(states, values, strict=True))}
         with poutine.condition(data=given):
@@ -275,8 +275,8 @@ def brute_force(model, latents):
             if site["mask"] is not None and name not in states:
                 log_prob = log_prob * site["mask"]
             total = total + log_prob.sum()
-        found.append(total)
-    return torch.stack(found).logsumexp(0)
+        result.append(total)
+    return torch.stack(result).logsumexp(0)
 
 
 def _assignments(site):

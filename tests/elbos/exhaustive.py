@@ -41,7 +41,7 @@ def exhaustive(model, guide, *args):
         elbo = elbo + log_q.exp() * (p.log_prob_sum() - q.log_prob_sum())
     named = [*pyro.get_param_store().named_parameters()]
     grads = torch.autograd.grad(-elbo, [p for _, p in named], allow_unused=True)
-    found = {
+    result = {
         n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named, grads, strict=True)
     }
-    return -elbo.item(), found
+    return -elbo.item(), result

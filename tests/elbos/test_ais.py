@@ -138,14 +138,14 @@ def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize):
     options = {"vectorize_particles": vectorize, "max_plate_nesting": 1}
     ais = TraceAIS_ELBO(1, MALA(0.3), num_particles=3, multi_sample=multi_sample, **options)
     if multi_sample:
-        plain = TraceIWAE_ELBO(3, "reparam", **options)
+        plain = TraceIWAE_ELBO(3, gradient_estimator="reparam", **options)
     else:
         plain = TraceSGVB_ELBO(3, analytic_kl=False, **options)
-    found = []
+    result = []
     for elbo in (ais, plain):
         pyro.set_rng_seed(0)
         loss = elbo.loss_and_grads(exact.model, exact.guide)
-        found.append((loss, take_gradients(exact)))
-    assert found[0][0] == pytest.approx(found[1][0])
+        result.append((loss, take_gradients(exact)))
+    assert result[0][0] == pytest.approx(result[1][0])
     for name in exact.values:
-        assert torch.allclose(found[0][1][name], found[1][1][name])
+        assert torch.allclose(result[0][1][name], result[1][1][name])

@@ -66,7 +66,7 @@ def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(lo
         with pyro.plate("data", 4):
             pyro.sample("z", dist.Normal(loc, 0.5**0.5))
 
-    found = []
+    result = []
     for given, assigned in ((2, 5), (5, 5)):
         elbo = wrap(loss(num_particles=given))
         elbo.num_particles = assigned
@@ -75,8 +75,8 @@ def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(lo
         value = elbo.loss_and_grads(model, learned)
         gradient = pyro.param("loc").grad.clone()
         pyro.param("loc").grad.zero_()
-        found.append((value, gradient.item()))
-    assert found[0] == found[1]
+        result.append((value, gradient.item()))
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize(
@@ -195,12 +195,12 @@ def test_without_validation_dims_in_no_plate_are_those_of_one_event(particles):
 
         return bare_model, lambda: pyro.sample("z", draw(dist.Normal(torch.zeros(4), 1.0)))
 
-    found = []
+    result = []
     for events in (False, True):
         pyro.set_rng_seed(0)
         with pyro.validation_enabled(False):
-            found.append(TraceSIS_ELBO(3, num_particles=particles).loss(*programs(events)))
-    assert found[0] == pytest.approx(found[1])
+            result.append(TraceSIS_ELBO(3, num_particles=particles).loss(*programs(events)))
+    assert result[0] == pytest.approx(result[1])
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,13 @@ def test_every_objective_has_value_and_gradient_of_the_elbo_and_says_so_once(nam
 @pytest.mark.parametrize("name", ["sis", "ais"])
 def test_one_seed_has_one_number_and_bounds_are_those_of_the_loss(name):
     elbo, again = MAKES[name](), MAKES[name]()
-    found = []
+    result = []
     for one in (elbo, elbo, again):
         pyro.set_rng_seed(0)
-        found.append(-one.loss(model, guide))
+        result.append(-one.loss(model, guide))
     pyro.set_rng_seed(0)
-    found.append(elbo.bounds(model, guide).total.item())
-    assert found == pytest.approx(found[:1] * 4)
+    result.append(elbo.bounds(model, guide).total.item())
+    assert result == pytest.approx(result[:1] * 4)
 
 
 def test_full_data_after_a_minibatch_are_moved():

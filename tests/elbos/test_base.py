@@ -39,7 +39,7 @@ from tests.models import (
 OBJECTIVES = {
     "sgvb-3": lambda **k: TraceSGVB_ELBO(num_particles=3, **k),
     "iwae-3": lambda **k: TraceIWAE_ELBO(num_particles=3, **k),
-    "iwae-3-vimco": lambda **k: TraceIWAE_ELBO(3, "vimco", **k),
+    "iwae-3-vimco": lambda **k: TraceIWAE_ELBO(3, gradient_estimator="vimco", **k),
     "rb-plus-3": lambda **k: TraceRaoBlackwell_ELBO(
         0, 2, baseline=IndependentDraw(), num_particles=3, **k
     ),
@@ -55,7 +55,9 @@ OBJECTIVES = {
     "sis-reweighted": lambda **k: TraceSIS_ELBO(
         2, ULA(0.05), num_particles=2, gradient_estimator="reweighted", **k
     ),
-    "ais-multi": lambda **k: TraceAIS_ELBO(2, HMC(0.2, 2), num_particles=3, multi_sample=True, **k),
+    "ais-multi": lambda **k: TraceAIS_ELBO(
+        2, HMC(0.2, num_leapfrog=2), num_particles=3, multi_sample=True, **k
+    ),
 }
 MODELS = {
     "gaussian": lambda: ConjugateGaussian(N=5, subsample_size=3),
@@ -108,16 +110,16 @@ def test_the_losses_and_bounds_agree_under_one_seed(objective, vectorize):
         return elbo.loss(model, guide)
 
     def differentiable(elbo):
-        found = elbo.differentiable_loss(model, guide)
-        assert found.shape == ()
-        found.backward()
+        result = elbo.differentiable_loss(model, guide)
+        assert result.shape == ()
+        result.backward()
         grads.append(take_gradients(exact))
-        return found.item()
+        return result.item()
 
     def step(elbo):
-        found = elbo.loss_and_grads(model, guide)
+        result = elbo.loss_and_grads(model, guide)
         grads.append(take_gradients(exact))
-        return found
+        return result
 
     def bounds(elbo):
         return -elbo.bounds(model, guide).total.item()
@@ -199,13 +201,13 @@ def test_a_module_has_the_gradient_of_a_step(objective):
     pyro.set_rng_seed(0)
     module(x)  # finds the parameters
     pyro.get_param_store().clear()
-    found = []
+    result = []
     for step in (lambda: module(x).backward(), lambda: plain.loss_and_grads(model, guide, x)):
         pyro.set_rng_seed(1)
         step()
-        found.append({n: p.grad for n, p in module.named_parameters() if "kernel" not in n})
+        result.append({n: p.grad for n, p in module.named_parameters() if "kernel" not in n})
         module.zero_grad()
-    by_module, by_step = found
+    by_module, by_step = result
     assert {n.split(".")[0] for n in by_module} == {"model", "guide"}
     for name, grad in by_module.items():
         assert grad.abs().max() > 0, name

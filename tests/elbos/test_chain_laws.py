@@ -75,11 +75,11 @@ def test_mean_weight_is_the_evidence_per_datum(model, kernel, coordinates):
     with torch.no_grad():
         bounds = elbo.bounds(exact.model, exact.guide)
     log_evidence = exact.log_evidence_per_datum()
-    found = elbo.last_step.log_weight
-    weight = (found - log_evidence).exp()
+    result = elbo.last_step.log_weight
+    weight = (result - log_evidence).exp()
     assert weight.shape == (4000, len(log_evidence))
     assert_mean(weight, torch.ones_like(log_evidence))
-    error = 4.5 * found.std(0) / 4000**0.5
+    error = 4.5 * result.std(0) / 4000**0.5
     assert (bounds.per_datum < log_evidence + error).all()
 
 
@@ -187,7 +187,7 @@ def test_runs_of_the_model_and_of_a_mean_field_guide(name, num_steps):
         (TraceSIS_ELBO, ULA(0.1), k + 1),
         (TraceSIS_ELBO, UnderdampedLangevin(0.1), k + 1),
         (TraceAIS_ELBO, MALA(0.1), k),
-        (TraceAIS_ELBO, HMC(0.1, 3), (k - 1) * 3 + 1),
+        (TraceAIS_ELBO, HMC(0.1, num_leapfrog=3), (k - 1) * 3 + 1),
     ]:
         assert counted_runs(cls, name, kernel, k) == {"model": expected, "guide": 1}
 

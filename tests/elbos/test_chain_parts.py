@@ -71,7 +71,7 @@ LEARNED = {
     "schedule of AIS": (lambda: TraceAIS_ELBO(schedule=LearnedSchedule(3)), "schedule.logits"),
     "SIS": (lambda: TraceSIS_ELBO(3), "kernel.momentum.logit"),
     "momentum": (
-        lambda: TraceSIS_ELBO(3, UnderdampedLangevin(0.1, LearnedMomentum(0.5))),
+        lambda: TraceSIS_ELBO(3, UnderdampedLangevin(0.1, momentum=LearnedMomentum(0.5))),
         "kernel.momentum.logit",
     ),
 }
@@ -95,7 +95,7 @@ def test_a_schedule_that_is_not_finite_is_named():
         def forward(self):
             return torch.tensor([0.0, self.value, 1.0])
 
-    elbo, args = TraceAIS_ELBO(2, MALA(0.1), Once(2)), programs()
+    elbo, args = TraceAIS_ELBO(2, MALA(0.1), schedule=Once(2)), programs()
     elbo.loss(*args)
     elbo.schedule.value = float("nan")
     with pytest.raises(ValueError, match=r"the schedule is not finite \(\[0.0, nan, 1.0\]\)"):

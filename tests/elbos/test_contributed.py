@@ -105,8 +105,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_mean_weights_are_the_evidence(name):
     model, guide, exact = CASES[name]()
-    found = log_evidence(model, guide, num_particles=1000, max_plate_nesting=1)
-    assert abs(found.total - exact) < 4.5 * found.total_standard_error
+    result = log_evidence(model, guide, num_particles=1000, max_plate_nesting=1)
+    assert abs(result.total - exact) < 4.5 * result.total_standard_error
     chains = {"num_particles": 100, "vectorize_particles": True, "max_plate_nesting": 1}
     for elbo in (
         TraceIWAE_ELBO(100, joint=True, vectorize_particles=True, max_plate_nesting=1),
@@ -159,8 +159,8 @@ def test_a_forecast_runs_its_particles_at_once(elbo):
             model.num_runs = 0
             bounds.loss(model, guide, data, time)
             assert model.num_runs == RUNS[elbo][looped]
-            found = torch.tensor([bounds.loss(model, guide, data, time) for _ in range(12)])
-        means.append((found.mean(), found.var() / 12))
+            result = torch.tensor([bounds.loss(model, guide, data, time) for _ in range(12)])
+        means.append((result.mean(), result.var() / 12))
     (at_once, first), (one_by_one, second) = means
     assert abs(at_once - one_by_one) < 4 * (first + second).sqrt()
 
@@ -200,8 +200,8 @@ def test_data_that_share_an_untraced_draw_share_a_weight(own):
     exact = math.log(24 / 4**5 / 2)  # Gamma(5) / Gamma(2) / (1! 2! 0!), and 1 + 3 to the minus 5
     if own:
         exact = evidence_with_own_latents()
-    found = log_evidence(model, guide, num_particles=400, joint=False)
-    assert abs(found.total - exact) < 4 * found.total_standard_error + 0.01
+    result = log_evidence(model, guide, num_particles=400, joint=False)
+    assert abs(result.total - exact) < 4 * result.total_standard_error + 0.01
     bounds = TraceIWAE_ELBO(400).bounds(model, guide)
     assert bounds.plates == ()
     assert abs(bounds.total - exact) < 0.3

@@ -118,6 +118,6 @@ def test_the_sum_over_slots_is_that_over_every_assignment(name):
     loss, grads = exhaustive(program.model, program.guide)
     for make in SUMS.values():
         assert make().loss_and_grads(program.model, program.guide) == pytest.approx(loss)
-        found = program.take_gradients()
+        result = program.take_gradients()
         for key, value in grads.items():
-            torch.testing.assert_close(found[key], value)
+            torch.testing.assert_close(result[key], value)

@@ -76,12 +76,12 @@ PAIRS = [pair for pair in itertools.product(FAMILIES, FAMILIES) if known(pair)]
 def step(elbo, model, guide):
     """The bound, and its gradient."""
     loss = elbo.loss_and_grads(model, guide)
-    found = []
+    result = []
     for name in STARTS:
         param = pyro.param(name)
-        found.append(torch.zeros(()) if param.grad is None else param.grad)
+        result.append(torch.zeros(()) if param.grad is None else param.grad)
         param.grad = None
-    return -torch.stack([torch.as_tensor(loss), *found])
+    return -torch.stack([torch.as_tensor(loss), *result])
 
 
 def programs(pair):
@@ -112,8 +112,8 @@ def programs(pair):
 def test_a_divergence_in_closed_form_is_that_of_draws(pair):
     both = programs(pair)
     drawn = TraceSGVB_ELBO(500, analytic_kl=False, vectorize_particles=True)
-    found = torch.stack([step(drawn, *both) for _ in range(20)])
-    assert_mean(found, step(TraceSGVB_ELBO(), *both), sigmas=6.0)
+    result = torch.stack([step(drawn, *both) for _ in range(20)])
+    assert_mean(result, step(TraceSGVB_ELBO(), *both), sigmas=6.0)
 
 
 @pytest.mark.parametrize("q", ["categorical", "bernoulli", "normal"])

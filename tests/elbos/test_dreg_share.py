@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_mcvae import TraceIWAE_ELBO
-from pyro_mcvae.elbos.iwae import dreg_share
+from pyro_mcvae.elbos.iwae import dreg_coefficient
 from tests.estimates import assert_mean, gradients
 from tests.models import ConjugateGaussian
 
@@ -34,28 +34,30 @@ class EightSchools:
 
 
 def spread(programs, estimator, num_particles, **options):
-    elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True, **options)
+    elbo = TraceIWAE_ELBO(
+        num_particles, gradient_estimator=estimator, vectorize_particles=True, **options
+    )
     return {n: g.std(0).square().mean().sqrt() for n, g in gradients(elbo, programs, 40).items()}
 
 
 def test_too_few_draws_of_one_weight_have_the_plain_gradient():
-    schools, found = EightSchools(0.5), []
+    schools, result = EightSchools(0.5), []
     for estimator in ("auto", "reparam"):
-        elbo = TraceIWAE_ELBO(3, estimator, joint=True)
+        elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, joint=True)
         elbo.loss(schools.model, schools.guide)  # which also finds out about the programs
         pyro.set_rng_seed(0)
-        found.append(gradients(elbo, schools, 1)["loc"])
-    torch.testing.assert_close(*found)
+        result.append(gradients(elbo, schools, 1)["loc"])
+    torch.testing.assert_close(*result)
 
 
 @pytest.mark.parametrize("num_particles", [pytest.param(2, marks=pytest.mark.slow), 10])
 def test_a_guide_that_is_about_right_has_the_doubly_reparameterized_one(num_particles):
     exact = ConjugateGaussian(N=100)
     exact.set_guide(a=0.45, log_s=-0.4)
-    found = {e: spread(exact, e, num_particles) for e in ("auto", "reparam", "dreg")}
+    result = {e: spread(exact, e, num_particles) for e in ("auto", "reparam", "dreg")}
     for name in exact.values:
-        assert found["auto"][name] < 1.35 * found["dreg"][name]
-        assert found["auto"][name] < 0.7 * found["reparam"][name]
+        assert result["auto"][name] < 1.35 * result["dreg"][name]
+        assert result["auto"][name] < 0.7 * result["reparam"][name]
 
 
 @pytest.mark.parametrize("plates", [(1,), (2,), (3, 2)])
@@ -63,16 +65,16 @@ def test_the_share_of_a_draw_does_not_depend_on_it(plates):
     shape = (8, *plates)
     log_q = torch.randn(shape)
     log_weight = 0.3 * torch.randn(shape) - 0.5 * log_q
-    share = dreg_share(log_weight, log_q).expand(shape)
+    fraction = dreg_coefficient(log_weight, log_q).expand(shape)
     own = torch.zeros(shape, dtype=torch.bool)
     (own if plates == (1,) else own.reshape(8, -1).T)[::2] = True
-    changed = dreg_share(
+    changed = dreg_coefficient(
         torch.where(own, torch.randn(shape), log_weight),
         torch.where(own, torch.randn(shape), log_q),
     ).expand(shape)
-    assert (changed[own] == share[own]).all()
-    assert (share[own] > 0).all()
-    assert (changed[~own] != share[~own]).all()
+    assert (changed[own] == fraction[own]).all()
+    assert (fraction[own] > 0).all()
+    assert (changed[~own] != fraction[~own]).all()
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.5])
@@ -85,24 +87,24 @@ def test_the_mixture_is_unbiased(scale, data):
     log_q = dist.Normal(loc, scale).log_prob(z)
     log_w = dist.Normal(0.0, 1.0).log_prob(z) - log_q
     weight = log_w.softmax(1)
-    share = torch.vmap(dreg_share)(log_w, log_q)
-    share = share if data == 1 else share.unsqueeze(1)
-    assert share.std() > 0.01  # or nothing is mixed
+    fraction = torch.vmap(dreg_coefficient)(log_w, log_q)
+    fraction = fraction if data == 1 else fraction.unsqueeze(1)
+    assert fraction.std() > 0.01  # or nothing is mixed
     plain, path = -z, noise / scale - z
-    mixed = share * weight.square() * path
-    mixed = mixed + (1 - share) * weight * plain
+    mixed = fraction * weight.square() * path
+    mixed = mixed + (1 - fraction) * weight * plain
     # The plain and the doubly reparameterized gradient agree in expectation; so has the mixture.
     assert_mean((mixed - weight * plain).sum(1).mean(1), 0.0)
 
 
 def test_weights_of_zero_and_constant_densities_are_left_to_the_plain_gradient():
     log_weight = torch.full((8, 1), -float("inf"))
-    assert (dreg_share(log_weight, torch.randn(8, 1)) == 0).all()
+    assert (dreg_coefficient(log_weight, torch.randn(8, 1)) == 0).all()
     # Also a constant that is no number of binary digits.
     for constant in (0.0, 0.1, -31.7):
         for shape in ((8, 1), (3, 50)):
             density = torch.full(shape, constant, dtype=torch.float32)
-            assert (dreg_share(torch.randn(shape, dtype=torch.float32), density) == 0).all()
+            assert (dreg_coefficient(torch.randn(shape, dtype=torch.float32), density) == 0).all()
 
 
 @pytest.mark.parametrize("alpha", [-3.0, -0.5, 0.0, 0.9, 2.0])
@@ -111,6 +113,6 @@ def test_the_mixture_lies_between_the_two(alpha):
     log_q = torch.randn(10, 200)
     for slope in torch.linspace(-0.5, 1.5, 21):
         log_p = slope * log_q + 0.2 * torch.randn(10, 200)
-        share = dreg_share(log_p - log_q, log_q, alpha)
-        assert share.min() >= 0
-        assert share.max() <= 1
+        fraction = dreg_coefficient(log_p - log_q, log_q, alpha)
+        assert fraction.min() >= 0
+        assert fraction.max() <= 1

@@ -78,10 +78,10 @@ def topics():
         with pyro.plate("topics", 2):
             topic = pyro.sample("topic", dist.Dirichlet(prior))
         with pyro.plate("documents", 3):
-            share = pyro.sample("share", dist.Dirichlet(weight))
+            fraction = pyro.sample("share", dist.Dirichlet(weight))
             with pyro.plate("words", 4), poutine.mask(mask=mask):
                 topic = topic.unsqueeze(-3) if topic.dim() > 2 else topic
-                probs = (share.unsqueeze(-1) * topic).sum(-2)
+                probs = (fraction.unsqueeze(-1) * topic).sum(-2)
                 pyro.sample("word", dist.Categorical(probs), obs=words)
 
     def guide():
@@ -101,8 +101,8 @@ def topics():
     word = torch.tensor([int(words[place]) for place in places])
     log_joint = sum(collapsed(which[:, document == d].sum(1), 1.5) for d in range(3))
     for t in range(2):
-        found = torch.stack([which[:, word == v, t].sum(1) for v in range(3)], -1)
-        log_joint = log_joint + collapsed(found, 2.0)
+        result = torch.stack([which[:, word == v, t].sum(1) for v in range(3)], -1)
+        log_joint = log_joint + collapsed(result, 2.0)
     return model, guide, float(log_joint.logsumexp(0))
 
 
@@ -135,8 +135,8 @@ OBJECTIVES = {
 
 
 def bounds(elbo, model, guide, count):
-    found = torch.tensor([-elbo.loss(model, guide) for _ in range(count)])
-    return found.mean(), found.std() / count**0.5
+    result = torch.tensor([-elbo.loss(model, guide) for _ in range(count)])
+    return result.mean(), result.std() / count**0.5
 
 
 @pytest.mark.parametrize(

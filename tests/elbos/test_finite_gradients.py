@@ -277,13 +277,13 @@ def test_the_gradient_is_the_right_one(kind, concentration):
         with pyro.plate("data", count):
             pyro.sample("z", family(a, torch.ones(count)))
 
-    TraceSIS_ELBO(2, UnderdampedLangevin(1e-6, 0.0)).loss_and_grads(model, guide)
-    found = pyro.get_param_store()._params["a"].grad.double()
+    TraceSIS_ELBO(2, UnderdampedLangevin(1e-6, momentum=0.0)).loss_and_grads(model, guide)
+    result = pyro.get_param_store()._params["a"].grad.double()
     log_a = torch.tensor(concentration, dtype=torch.float64).log().requires_grad_()
     one = torch.ones((), dtype=torch.float64)
     (exact,) = torch.autograd.grad(kl_divergence(family(log_a.exp(), one), family(one, one)), log_a)
     # PyTorch's derivative of a quantile of Gamma is an approximation to about 1e-3.
-    assert_mean(found, exact, sigmas=5)
+    assert_mean(result, exact, sigmas=5)
 
 
 # --- Gradients that are not finite ---------------------------------------------------------------
@@ -322,11 +322,11 @@ def test_a_device_is_read_once_after_the_backward_pass(monkeypatch):
     monkeypatch.setattr("pyro_mcvae.elbos.base.costs_nothing_to_read", lambda value: False)
     make, prior = BOUNDED["Gamma"]
     pair = programs(lambda: make(1.0, 1.0), lambda: prior(1.0))
-    found = []
+    result = []
     for loss in (TraceIWAE_ELBO(3).loss, TraceIWAE_ELBO(3).loss_and_grads):
         pyro.set_rng_seed(0)
-        found.append(loss(*pair))
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+        result.append(loss(*pair))
+    assert result[0] == pytest.approx(result[1], rel=1e-12)
     params = dict(pyro.get_param_store().named_parameters())
     assert all(params[n].grad.isfinite().all() for n in ("c", "r"))
 
@@ -393,11 +393,11 @@ def test_every_way_to_the_loss_agrees_at_weights_of_zero(make):
         with pyro.plate("data", 3):
             pyro.sample("z", dist.Normal(loc, 1.0))
 
-    loss, found = make(), []
+    loss, result = make(), []
     for function in (loss.loss, loss.differentiable_loss, loss.loss_and_grads):
         loss = make()
         pyro.set_rng_seed(3)
         value = getattr(loss, function.__name__)(model, guide)
-        found.append(value.item() if isinstance(value, torch.Tensor) else value)
-    assert found[0] == found[1] == found[2]
+        result.append(value.item() if isinstance(value, torch.Tensor) else value)
+    assert result[0] == result[1] == result[2]
     assert pyro.get_param_store()._params["loc"].grad.isfinite().all()

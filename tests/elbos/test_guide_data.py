@@ -26,7 +26,7 @@ from tests.estimates import assert_mean
 
 OBJECTIVES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
-    "sgvb 3": lambda: TraceSGVB_ELBO(3, False, vectorize_particles=True),
+    "sgvb 3": lambda: TraceSGVB_ELBO(3, analytic_kl=False, vectorize_particles=True),
     "iwae 1": lambda: TraceIWAE_ELBO(1),
     "iwae 3": lambda: TraceIWAE_ELBO(3),
     "iwae 3 vectorised": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
@@ -58,8 +58,8 @@ def one_gradient(name, elbo, *args):
     """Of the loss."""
     elbo.loss_and_grads(*args)
     param = dict(pyro.get_param_store().named_parameters())[name]
-    found, param.grad = param.grad, None
-    return found
+    result, param.grad = param.grad, None
+    return result
 
 
 def exact(index):
@@ -86,8 +86,8 @@ def test_the_value_is_that_of_trace_elbo_and_the_gradient_is_its_own(name):
 
 def test_no_evidence_contains_it():
     index = torch.arange(4)
-    found = log_evidence(model, guide, index, num_particles=50)
-    assert torch.allclose(found.log_evidence, exact(index), rtol=1e-12)
+    result = log_evidence(model, guide, index, num_particles=50)
+    assert torch.allclose(result.log_evidence, exact(index), rtol=1e-12)
     chains = log_evidence(model, guide, index, num_particles=5, kernel=MALA(0.1), schedule=3)
     assert torch.allclose(chains.log_evidence, exact(index), rtol=1e-12)
 
@@ -108,7 +108,7 @@ def test_gradients_through_draws_reach_it_with_no_weight(estimator):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
 
-    elbo = TraceIWAE_ELBO(3, estimator, vectorize_particles=True)
+    elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, vectorize_particles=True)
     grads = [one_gradient("loc", elbo, same, observing, None) / size for _ in range(30)]
     assert_mean(torch.stack(grads), torch.tensor(3.0 - 0.5))
 
@@ -142,14 +142,14 @@ def test_discrete_draws_score_it(name):
 
     steps = 1 if name == "rb" else 40
     elbo = DISCRETE[name]()
-    found = [one_gradient("logit", elbo, mixture, observing) / size for _ in range(steps)]
+    result = [one_gradient("logit", elbo, mixture, observing) / size for _ in range(steps)]
     q = torch.tensor(start).sigmoid()
     # Of the loss: d/dlogit of q log N(1.5; 2, 1) + (1 - q) log N(1.5; 0, 1).
     expected = q * (1 - q) * 0.5 * (1.5**2 - 0.5**2)
     if name == "rb":
-        assert torch.allclose(found[0], expected, rtol=1e-9)
+        assert torch.allclose(result[0], expected, rtol=1e-9)
     else:
-        assert_mean(torch.stack(found), expected)
+        assert_mean(torch.stack(result), expected)
 
 
 def test_the_value_of_a_cevae_is_that_of_trace_elbo():

@@ -86,8 +86,8 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
 def test_value_is_the_exact_expectation(make, num_particles, vectorize):
     exact = make()
     elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(6)])
-    off = found - exact.iwae_per_datum(num_particles)
+    result = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(6)])
+    off = result - exact.iwae_per_datum(num_particles)
     # In total, and for data of every size.
     assert_mean(torch.stack([off, off * exact.x, off * exact.x**2], -1).flatten(0, 1), 0.0)
 
@@ -97,7 +97,7 @@ def test_value_is_the_exact_expectation(make, num_particles, vectorize):
 )
 def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize):
     exact = ConjugateGaussian(N=250)
-    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=vectorize)
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=vectorize)
     target = exact.grad(exact.iwae_per_datum, 2)
     assert_gradient(elbo, exact, target, 20)
 
@@ -161,12 +161,12 @@ def test_joint_bound_rises_above_that_of_a_single_global_draw():
 @per_datum
 def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
     exact = make()
-    found = []
+    result = []
     for elbo in (TraceIWAE_ELBO(1), Trace_ELBO()):
         pyro.set_rng_seed(3)
         loss = elbo.loss_and_grads(exact.model, exact.guide)
-        found.append((loss, take_gradients(exact)))
-    (ours, our_grads), (theirs, their_grads) = found
+        result.append((loss, take_gradients(exact)))
+    (ours, our_grads), (theirs, their_grads) = result
     assert abs(ours - theirs) < 1e-9
     for name, grad in our_grads.items():
         assert torch.allclose(grad, their_grads[name], atol=1e-9), name
@@ -177,7 +177,7 @@ def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_
     # Tucker et al. (2019): sqrt(K) with dreg.
     def signal_to_noise(estimator, num_particles):
         exact = ConjugateGaussian(N=100)
-        elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(num_particles, gradient_estimator=estimator, vectorize_particles=True)
         grad = gradients(elbo, exact, 60)["a"]
         return (grad.mean() / grad.std()).abs()
 
@@ -213,24 +213,24 @@ def test_the_models_gradient_is_that_of_the_bound(objective, estimator, vectoriz
             pyro.sample("z", dist.Normal(a * x, 0.9))
             pyro.sample("w", dist.Normal(a + 0.5 * x, 0.6))
 
-    found = []
+    result = []
     for name in ("reparam", estimator):
         elbo = objective(num_particles=6, gradient_estimator=name, vectorize_particles=vectorize)
         elbo.loss(model, guide)
         pyro.set_rng_seed(0)
         elbo.loss_and_grads(model, guide)
         params = dict(pyro.get_param_store().named_parameters())
-        found.append([params[n].grad.clone() for n in ("loc", "slope")])
+        result.append([params[n].grad.clone() for n in ("loc", "slope")])
         for p in params.values():
             p.grad = None
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*result)
 
 
 def test_sticking_the_landing_has_no_variance_at_the_optimum():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact")
-    still = gradients(TraceIWAE_ELBO(1, "stl"), exact, 20)
-    moving = gradients(TraceIWAE_ELBO(1, "reparam"), exact, 20)
+    still = gradients(TraceIWAE_ELBO(1, gradient_estimator="stl"), exact, 20)
+    moving = gradients(TraceIWAE_ELBO(1, gradient_estimator="reparam"), exact, 20)
     assert all(samples.abs().max() < 1e-9 for samples in still.values())
     assert all(samples.std() > 1e-3 for samples in moving.values())
 
@@ -255,9 +255,15 @@ def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
                 pyro.sample("z", dist.Normal(loc[c.long()] + 0.3 * x, 0.9))
 
     programs_ = Mixed()
-    auto = gradients(TraceIWAE_ELBO(4, "auto", vectorize_particles=True), programs_, count)
-    plain = gradients(TraceIWAE_ELBO(4, "reparam", vectorize_particles=True), programs_, count)
-    score = gradients(TraceIWAE_ELBO(4, "vimco", vectorize_particles=True), programs_, count)
+    auto = gradients(
+        TraceIWAE_ELBO(4, gradient_estimator="auto", vectorize_particles=True), programs_, count
+    )
+    plain = gradients(
+        TraceIWAE_ELBO(4, gradient_estimator="reparam", vectorize_particles=True), programs_, count
+    )
+    score = gradients(
+        TraceIWAE_ELBO(4, gradient_estimator="vimco", vectorize_particles=True), programs_, count
+    )
     for name in Mixed.values:
         for other in (plain, score):
             difference = auto[name].mean(0) - other[name].mean(0)
@@ -272,12 +278,14 @@ def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
 def test_structured_and_flow_guides_are_unbiased(estimator):
     count = 20
     exact = LinearGaussianChain(N=90, T=2)
-    plain = gradients(TraceIWAE_ELBO(3, "reparam", vectorize_particles=True), exact, count)
+    plain = gradients(
+        TraceIWAE_ELBO(3, gradient_estimator="reparam", vectorize_particles=True), exact, count
+    )
     if estimator == "stl":
-        elbo = TraceIWAE_ELBO(1, estimator)
-        plain = gradients(TraceIWAE_ELBO(1, "reparam"), exact, count)
+        elbo = TraceIWAE_ELBO(1, gradient_estimator=estimator)
+        plain = gradients(TraceIWAE_ELBO(1, gradient_estimator="reparam"), exact, count)
     else:
-        elbo = TraceIWAE_ELBO(3, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, vectorize_particles=True)
     other = gradients(elbo, exact, count)
     for name, samples in other.items():
         error = ((samples.var(0) + plain[name].var(0)) / count).sqrt()
@@ -303,14 +311,14 @@ def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
     parameter = next(flow.parameters())
 
     def mean(estimator, count=50):
-        elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=True)
-        found = []
+        elbo = TraceIWAE_ELBO(4, gradient_estimator=estimator, vectorize_particles=True)
+        result = []
         for _ in range(count):
             elbo.loss_and_grads(model, guide)
-            found.append(parameter.grad.clone())
+            result.append(parameter.grad.clone())
             flow.zero_grad()
-        found = torch.stack(found)
-        return found.mean(0), found.var(0) / count
+        result = torch.stack(result)
+        return result.mean(0), result.var(0) / count
 
     plain, doubly, auto = mean("reparam"), mean("dreg"), mean("auto")
     assert ((plain[0] - doubly[0]).abs() < 4.8 * (plain[1] + doubly[1]).sqrt()).all()
@@ -331,7 +339,7 @@ def test_particles_of_weight_zero_carry_no_gradient():
             pyro.sample("z", dist.Normal(loc, 0.5))
 
     for estimator in ("reparam", "dreg", "stl", "vimco", "auto"):
-        elbo = TraceIWAE_ELBO(50, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(50, gradient_estimator=estimator, vectorize_particles=True)
         assert torch.isfinite(torch.tensor(elbo.loss_and_grads(model, guide)))
         grad = dict(pyro.get_param_store().named_parameters())["loc"].grad
         assert torch.isfinite(grad), estimator
@@ -389,10 +397,10 @@ def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize, capl
 
     both = Programs(model, guide, (), {})
     particles = 50 if vectorize else 2
-    found = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 160)
+    result = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 160)
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(0.3, 0.5)
     likelihood = dist.Normal(0.3, 1.0).log_prob(x) - 0.5 * 0.5**2
-    assert_mean(found, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
+    assert_mean(result, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
     assert [r.message for r in caplog.records if "averaged" in r.message]
 
 
@@ -441,7 +449,7 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(kind):
         guide = staticmethod(lambda: program(False))
 
     plain, auto, vimco = (
-        gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), Both, count)
+        gradients(TraceIWAE_ELBO(3, gradient_estimator=e, vectorize_particles=True), Both, count)
         for e in ("reparam", "auto", "vimco")
     )
     for name in parameters:
@@ -475,7 +483,9 @@ def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
 
     both = Both()
     plain, auto = (
-        gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), both, count)["loc"]
+        gradients(TraceIWAE_ELBO(3, gradient_estimator=e, vectorize_particles=True), both, count)[
+            "loc"
+        ]
         for e in ("reparam", "auto")
     )
     error = ((plain.var() + auto.var()) / count).sqrt()
@@ -495,14 +505,16 @@ def test_straight_through_draws_keep_their_gradient(estimator):
         with pyro.plate("data", 2):
             pyro.sample("z", dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), probs))
 
-    found = []
+    result = []
     for name in ("reparam", estimator):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        TraceIWAE_ELBO(4, name, vectorize_particles=True).loss_and_grads(model, guide)
-        found.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
-    assert torch.isfinite(found[0])
-    assert torch.allclose(*found)
+        TraceIWAE_ELBO(4, gradient_estimator=name, vectorize_particles=True).loss_and_grads(
+            model, guide
+        )
+        result.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
+    assert torch.isfinite(result[0])
+    assert torch.allclose(*result)
 
 
 @pytest.mark.parametrize("estimator", ["reparam", "vimco", "auto"])
@@ -521,23 +533,23 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
             pyro.sample("x", dist.Normal(z, 0.8), obs=x.expand(size))
 
     def guide():
-        found = pyro.param("ends", ends)
+        result = pyro.param("ends", ends)
         with pyro.plate("data", size):
-            pyro.sample("z", dist.Uniform(found[0], found[1]))
+            pyro.sample("z", dist.Uniform(result[0], result[1]))
 
     noise = (torch.arange(400) + 0.5) / 400
     leaf = ends.clone().requires_grad_()
     pair = torch.stack(torch.broadcast_tensors(noise[:, None], noise))
     bound = log_mean_exp(log_weight(leaf[0], leaf[1], pair)).mean()
     (exact,) = torch.autograd.grad(bound, leaf)
-    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
-    found = []
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=True)
+    result = []
     for _ in range(12):
         elbo.loss_and_grads(model, guide)
         param = dict(pyro.get_param_store().named_parameters())["ends"]
-        found.append(-param.grad / size)
+        result.append(-param.grad / size)
         param.grad = None
-    assert_mean(torch.stack(found), exact)
+    assert_mean(torch.stack(result), exact)
     assert (exact.abs() > 0.01).all()
 
 
@@ -545,7 +557,7 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
 def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
     # No draw depends on it, so that one seed has one gradient; what takes the score of log q out
     # took its scale's gradient out as well, 87.7 in the place of 6.2 in sixty data.
-    x, found = torch.tensor([0.5, 1.5, -1.0]), []
+    x, result = torch.tensor([0.5, 1.5, -1.0]), []
 
     def latent(loc, s):
         with pyro.poutine.scale(scale=pyro.param("temper", torch.tensor(0.7))):
@@ -563,10 +575,12 @@ def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
     for name in ("reparam", estimator):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        TraceIWAE_ELBO(3, name, vectorize_particles=True).loss_and_grads(model, guide)
-        found.append(dict(pyro.get_param_store().named_parameters())["temper"].grad.clone())
-    assert torch.allclose(*found)
-    assert found[0].abs() > 0.1
+        TraceIWAE_ELBO(3, gradient_estimator=name, vectorize_particles=True).loss_and_grads(
+            model, guide
+        )
+        result.append(dict(pyro.get_param_store().named_parameters())["temper"].grad.clone())
+    assert torch.allclose(*result)
+    assert result[0].abs() > 0.1
 
 
 @pytest.mark.parametrize("estimator", ["dreg", "vimco", "auto"])
@@ -597,14 +611,14 @@ def test_a_truncated_distribution_has_the_exact_gradient(estimator):
     log_weight = joint(z) - distribution(leaf[0], leaf[1]).log_prob(z)
     pair = torch.stack(torch.broadcast_tensors(log_weight[:, None], log_weight))
     (exact,) = torch.autograd.grad(log_mean_exp(pair).mean(), leaf)
-    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
-    found = []
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=True)
+    result = []
     for _ in range(12):
         elbo.loss_and_grads(model, guide)
         param = dict(pyro.get_param_store().named_parameters())["parameters"]
-        found.append(-param.grad / size)
+        result.append(-param.grad / size)
         param.grad = None
-    assert_mean(torch.stack(found), exact)
+    assert_mean(torch.stack(result), exact)
 
 
 def test_doubly_reparameterized_gradients_of_relaxed_draws_are_those_of_reparam():
@@ -621,13 +635,13 @@ def test_doubly_reparameterized_gradients_of_relaxed_draws_are_those_of_reparam(
         with pyro.plate("data", count):
             pyro.sample("z", dist.RelaxedOneHotCategorical(temperature, logits=logits))
 
-    found = []
+    result = []
     for estimator in ("reparam", "dreg"):
         TraceIWAE_ELBO(3, gradient_estimator=estimator).loss_and_grads(model, guide)
         logits = pyro.get_param_store()._params["logits"]
-        found.append(logits.grad)
+        result.append(logits.grad)
         logits.grad = None
-    difference = found[0] - found[1]
+    difference = result[0] - result[1]
     error = difference.std(0) / count**0.5
     assert (difference.mean(0).abs() < 5 * error).all()
     assert (error < 0.005).all()

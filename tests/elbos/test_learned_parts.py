@@ -105,7 +105,7 @@ def test_a_trained_objective_is_pickled():
 def trained(initial=None, warmup=20, num_steps=3, **options):
     step_size = LearnedStepSize(AdaptiveStepSize(initial), num_steps, warmup)
     return TraceSIS_ELBO(
-        kernel=UnderdampedLangevin(step_size, LearnedMomentum(0.9, num_steps)),
+        kernel=UnderdampedLangevin(step_size, momentum=LearnedMomentum(0.9, num_steps)),
         schedule=LearnedSchedule(num_steps),
         **options,
     )
@@ -189,11 +189,11 @@ def test_latent_step_sizes_of_a_single_chain_stay_sane():
             svi.step()
     loss.eval()
     exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
-    found, acceptance = torch.zeros(40), torch.zeros(40)
+    result, acceptance = torch.zeros(40), torch.zeros(40)
     for i in range(40):
-        found[i] = -svi.evaluate_loss()
+        result[i] = -svi.evaluate_loss()
         acceptance[i] = loss.last_step.acceptance.mean()
-    assert abs(found.mean() - exact) < 0.5
+    assert abs(result.mean() - exact) < 0.5
     assert acceptance.mean() > 0.7
 
 

@@ -90,8 +90,8 @@ def losses(elbo, model, guide, count=1):
 )
 def test_a_plate_that_is_entered_again_has_the_elements_of_before(objective, model, guide):
     expected = losses(OBJECTIVES[objective](), once, in_order, 3)
-    found = losses(OBJECTIVES[objective](), model, guide, 3)
-    assert torch.allclose(found, expected, atol=1e-4)
+    result = losses(OBJECTIVES[objective](), model, guide, 3)
+    assert torch.allclose(result, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -103,8 +103,8 @@ def test_elements_of_swapped_loops_have_weights_of_their_own():
     """With many particles each minibatch has its evidence."""
     evidence = dist.Normal(0.0, math.sqrt(2.0)).log_prob(X).sum(0)
     pairs = [1.5 * sum(pair).item() for pair in itertools.combinations(evidence, 2)]
-    found = -losses(TraceIWAE_ELBO(20_000), once, swapped)
-    assert min(abs(found.item() - pair) for pair in pairs) < 0.05
+    result = -losses(TraceIWAE_ELBO(20_000), once, swapped)
+    assert min(abs(result.item() - pair) for pair in pairs) < 0.05
 
 
 def labelled(batch):
@@ -139,7 +139,7 @@ def test_discrete_sites_that_data_name(elbo):
     """Each minibatch shows other sites; at the posterior its bound is its evidence, every time."""
     evidence = dist.Normal(LOCS, math.sqrt(2.0)).log_prob(X[0, :, None]).logsumexp(-1)
     pairs = [1.5 * (sum(p) - 2 * math.log(3)) for p in itertools.combinations(evidence, 2)]
-    found = -losses(elbo, labelled, posterior, 12)
-    distance = (found[:, None] - torch.stack(pairs)).abs()
+    result = -losses(elbo, labelled, posterior, 12)
+    distance = (result[:, None] - torch.stack(pairs)).abs()
     assert distance.min(1).values.max() < 2e-3
     assert len(distance.argmin(1).unique()) == 3

@@ -42,8 +42,8 @@ def gradients(elbo, model, guide):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     loss = elbo.loss_and_grads(model, guide)
-    found = dict(pyro.get_param_store().named_parameters())
-    return loss, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
+    result = dict(pyro.get_param_store().named_parameters())
+    return loss, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in result.items()}
 
 
 @programs
@@ -151,13 +151,13 @@ def test_weights_are_those_of_each_datum():
     pyro.set_rng_seed(3)
     elbo.bounds(labelled_mixture, labelled_guide, X)  # which looks at the programs
     pyro.set_rng_seed(3)
-    found = elbo.bounds(labelled_mixture, labelled_guide, X).per_datum
+    result = elbo.bounds(labelled_mixture, labelled_guide, X).per_datum
     pyro.set_rng_seed(3)
     z = dist.Normal(0.3 * X, 0.9).sample((5,))
     log_prob = dist.Normal(MEANS + z.unsqueeze(-1), SCALE).log_prob(X.unsqueeze(-1))
     log_weight = (log_prob + PRIOR.log()).logsumexp(-1) + dist.Normal(0.0, 1.0).log_prob(z)
     log_weight = log_weight - dist.Normal(0.3 * X, 0.9).log_prob(z)
-    assert torch.allclose(found, log_weight.logsumexp(0) - math.log(5), rtol=1e-10)
+    assert torch.allclose(result, log_weight.logsumexp(0) - math.log(5), rtol=1e-10)
 
 
 def test_minibatches_are_unbiased():
@@ -208,13 +208,13 @@ def test_chains_follow_the_gradient_of_the_sum():
     sampler = ParticleSampler(4, True, math.inf)
     programs = Programs(labelled_mixture, labelled_guide, (X,), {})
     log_weight = LogWeight(sampler, programs, "latent", GradientMode.COORDINATES)
-    _, found = log_weight.gradients(log_weight.first)
+    _, result = log_weight.gradients(log_weight.first)
     z = log_weight.coordinates.detach()[..., 0].requires_grad_()
     log_prob = dist.Normal(MEANS + z.unsqueeze(-1), SCALE).log_prob(X.unsqueeze(-1))
     joint = (log_prob + PRIOR.log()).logsumexp(-1) + dist.Normal(0.0, 1.0).log_prob(z)
     total = joint - dist.Normal(0.3 * X, 0.9).log_prob(z)
     assert torch.allclose(log_weight.first.log_weight, total, rtol=1e-10)
-    assert torch.allclose(found[..., 0], torch.autograd.grad(total.sum(), z)[0], rtol=1e-10)
+    assert torch.allclose(result[..., 0], torch.autograd.grad(total.sum(), z)[0], rtol=1e-10)
     # Another evaluation replays the model alone.
     moved = log_weight(log_weight.coordinates.detach() + 0.2)
     z = z.detach() + 0.2
@@ -249,8 +249,8 @@ def test_every_program_trains(name):
         lambda: TraceAIS_ELBO(2, MALA(0.01), num_particles=2, vectorize_particles=True),
     )
     elbo = makers[list(PROGRAMS).index(name) % 3]()
-    loss, found = gradients(elbo, program.model, program.guide)
+    loss, result = gradients(elbo, program.model, program.guide)
     assert math.isfinite(loss)
-    for site, grad in found.items():
+    for site, grad in result.items():
         assert grad.isfinite().all(), site
         assert grad.abs().sum() > 0, site

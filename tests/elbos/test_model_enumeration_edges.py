@@ -139,8 +139,8 @@ def test_crossed_plates_that_meet_in_a_factor_are_refused_and_a_sequential_one_i
         for c in itertools.product(range(2), repeat=2):
             on = table[torch.tensor(b), torch.tensor(c)[:, None]]
             p += prior[list(b + c)].prod() * torch.where(seen > 0, on, 1 - on).prod()
-    found = LOSSES[loss]().loss(model, lambda crossed: None, False)
-    assert found == pytest.approx(-p.log().item(), rel=1e-6)
+    result = LOSSES[loss]().loss(model, lambda crossed: None, False)
+    assert result == pytest.approx(-p.log().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "judge"])
@@ -154,10 +154,10 @@ def test_a_scale_may_be_a_tensor_and_learned(loss):
             pyro.sample("y", dist.Bernoulli(table[x]), obs=torch.tensor(0.0))
 
     LOSSES[loss]().loss_and_grads(model, lambda: None)
-    found = dict(pyro.get_param_store().named_parameters())
+    result = dict(pyro.get_param_store().named_parameters())
     p = 0.7 * 0.8 + 0.3 * 0.2  # loss = -scale log p
-    assert found["scale"].grad.item() == pytest.approx(-math.log(p))
-    assert found["table"].grad.tolist() == pytest.approx([2 * 0.7 / p, 2 * 0.3 / p])
+    assert result["scale"].grad.item() == pytest.approx(-math.log(p))
+    assert result["table"].grad.tolist() == pytest.approx([2 * 0.7 / p, 2 * 0.3 / p])
 
 
 @pytest.mark.parametrize("elbo", [TraceSGVB_ELBO(), TraceRaoBlackwell_ELBO()], ids=["sgvb", "rb"])
@@ -284,7 +284,7 @@ def test_marks_at_sites_that_the_guide_draws_are_no_sums():
     ids=["sgvb", "iwae", "sis"],
 )
 def test_recorded_losses_have_the_numbers_of_plain_ones(make):
-    found = []
+    result = []
     for loss in (make(), CompiledELBO(make(), backend="eager")):
         pyro.clear_param_store()
         values = []
@@ -292,8 +292,8 @@ def test_recorded_losses_have_the_numbers_of_plain_ones(make):
             pyro.set_rng_seed(seed)
             values.append(loss.loss_and_grads(mixture, guide, X))
         grads = [p.grad for _, p in pyro.get_param_store().named_parameters()]
-        found.append(torch.cat([torch.tensor(values), *(g.reshape(-1) for g in grads)]))
-    assert torch.allclose(*found, rtol=1e-10)
+        result.append(torch.cat([torch.tensor(values), *(g.reshape(-1) for g in grads)]))
+    assert torch.allclose(*result, rtol=1e-10)
 
 
 def test_comparisons_train_the_model_on_the_sum():
@@ -309,8 +309,8 @@ def test_comparisons_train_the_model_on_the_sum():
 @pytest.mark.slow
 def test_judges_take_enumerated_models():
     pyro.set_rng_seed(1)
-    found = sandwich(mixture, guide, X, schedule=2, num_particles=5)
-    assert found is not None
+    result = sandwich(mixture, guide, X, schedule=2, num_particles=5)
+    assert result is not None
     assert "log evidence" in str(report(mixture, guide, X, num_particles=50))
     elbo = TraceRenyi_ELBO(alpha=0.5, num_particles=3, vectorize_particles=True)
     assert math.isfinite(elbo.loss(mixture, guide, X))
@@ -350,7 +350,7 @@ def test_modules_and_autoguides():
     model = config_enumerate(module)
     auto = AutoNormal(poutine.block(module, hide=["y"]))
     losses = []
-    for elbo in (TraceEnum_ELBO(max_plate_nesting=1), TraceSGVB_ELBO(1, False)):
+    for elbo in (TraceEnum_ELBO(max_plate_nesting=1), TraceSGVB_ELBO(1, analytic_kl=False)):
         auto(X)
         pyro.set_rng_seed(0)
         losses.append(elbo.loss(model, auto, X))

@@ -97,10 +97,10 @@ def test_minibatches_are_scaled_outside(objective):
 @pytest.mark.parametrize("options", [{}, {"schedule": 3}, {"kernel": mc.ULA()}], ids=str)
 def test_log_evidence_is_exact(options):
     for model, exact in EXACT.values():
-        found = mc.log_evidence(model, guide, num_particles=30, **options)
-        assert torch.allclose(found.log_evidence, exact(means()).detach())
-        assert (found.standard_error == 0).all()
-        assert not found.unreliable.any()
+        result = mc.log_evidence(model, guide, num_particles=30, **options)
+        assert torch.allclose(result.log_evidence, exact(means()).detach())
+        assert (result.standard_error == 0).all()
+        assert not result.unreliable.any()
 
 
 def test_draws_are_those_of_the_states():
@@ -112,8 +112,8 @@ def test_draws_are_those_of_the_states():
 
 
 def test_both_sides_meet():
-    found = mc.sandwich(mixture, guide, X[:, 0].clone(), num_particles=2, schedule=3)
-    assert torch.allclose(found.lower, found.upper)
+    result = mc.sandwich(mixture, guide, X[:, 0].clone(), num_particles=2, schedule=3)
+    assert torch.allclose(result.lower, result.upper)
 
 
 def test_what_lies_in_several_plates_is_one_weight_or_outside():
@@ -175,15 +175,15 @@ def test_particles_of_point_masses_are_named_as_no_bound(points, caplog):
             fn = dist.Delta(torch.zeros(3)) if "z" in points else dist.Normal(torch.zeros(3), 0.05)
             pyro.sample("z", fn)
 
-    found = {}
+    result = {}
     for make in (mc.TraceSGVB_ELBO, lambda: mc.TraceIWAE_ELBO(1), lambda: mc.TraceIWAE_ELBO(4)):
         caplog.clear()
         loss = make()
-        found[type(loss).__name__, loss.num_particles] = loss.loss(model, guide)
+        result[type(loss).__name__, loss.num_particles] = loss.loss(model, guide)
         named = "no bound on log p(x). TraceSGVB_ELBO" in caplog.text
         assert named == (points == ("m", "z") and loss.num_particles > 1)
     if "z" in points:
         covariance = 0.0025 * torch.ones(3, 3) + 1.0025 * torch.eye(3)
         exact = dist.MultivariateNormal(torch.zeros(3), covariance).log_prob(X[:, 0])
-        assert len({round(v, 9) for v in found.values()}) == 1
-        assert -found["TraceIWAE_ELBO", 4] > exact + 5
+        assert len({round(v, 9) for v in result.values()}) == 1
+        assert -result["TraceIWAE_ELBO", 4] > exact + 5

@@ -56,27 +56,27 @@ def pair(fn):
     "make",
     [
         lambda: TraceSGVB_ELBO(2, analytic_kl=False),
-        lambda: TraceIWAE_ELBO(3, "reparam"),
+        lambda: TraceIWAE_ELBO(3, gradient_estimator="reparam"),
         TraceRaoBlackwell_ELBO,
     ],
 )
 def test_objectives_take_it_as_the_known_one(make):
-    found = []
+    result = []
     for fn in (dist.Normal, OwnNormal):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         loss = make().loss_and_grads(*pair(fn))
-        found.append((loss, pyro.param("slope").grad.item()))
-    assert math.isclose(found[0][0], found[1][0], rel_tol=1e-12)
-    assert math.isclose(found[0][1], found[1][1], rel_tol=1e-9)
+        result.append((loss, pyro.param("slope").grad.item()))
+    assert math.isclose(result[0][0], result[1][0], rel_tol=1e-12)
+    assert math.isclose(result[0][1], result[1][1], rel_tol=1e-9)
 
 
 def test_judges_take_it_and_chains_say_what_they_need():
     model, guide = pair(OwnNormal)
     options = {"vectorize_particles": False, "num_particles": 100}
-    found = log_evidence(model, guide, **options)
+    result = log_evidence(model, guide, **options)
     exact = dist.Normal(0.0, math.sqrt(2)).log_prob(X)
-    assert ((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all()
+    assert ((result.log_evidence - exact).abs() < 4.5 * result.standard_error).all()
     assert "data" in str(report(model, guide, vectorize_particles=False, num_particles=30))
     with pytest.raises(
         ValueError, match=r"\(OwnNormal\) has .* \(it does not define its support\)"
@@ -88,11 +88,11 @@ def test_judges_take_it_and_chains_say_what_they_need():
 
 def test_draws_that_nothing_moves_need_no_coordinate():
     options = {"num_samples": 50, "num_particles": 4, "vectorize_particles": False}
-    found = []
+    result = []
     for fn in (dist.Normal, OwnNormal):
         pyro.clear_param_store()
-        found.append(refine(*pair(fn), seed=0, **options)["z"])
-    torch.testing.assert_close(found[1], found[0])
+        result.append(refine(*pair(fn), seed=0, **options)["z"])
+    torch.testing.assert_close(result[1], result[0])
 
 
 class OwnBernoulli(OwnNormal):

@@ -38,7 +38,7 @@ from tests.plain_traces import plain_traces, values_of
 OBJECTIVES = {
     "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=2, **k),
     "iwae": lambda **k: TraceIWAE_ELBO(num_particles=4, **k),
-    "iwae-reparam": lambda **k: TraceIWAE_ELBO(4, "reparam", **k),
+    "iwae-reparam": lambda **k: TraceIWAE_ELBO(4, gradient_estimator="reparam", **k),
     "rb": lambda **k: TraceRaoBlackwell_ELBO(num_particles=2, **k),
     "sis": lambda **k: TraceSIS_ELBO(2, num_particles=2, **k),
     "sis-reweighted": lambda **k: TraceSIS_ELBO(2, gradient_estimator="reweighted", **k),
@@ -506,10 +506,10 @@ def test_programs_may_differentiate(objective):
             mode = z.detach() - slope / curvature
         pyro.sample("loc", dist.Normal(mode, pyro.param("width", torch.tensor(0.8))))
 
-    found = []
+    result = []
     for by_autograd in (False, True):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         loss = OBJECTIVES[objective]().loss_and_grads(model, guide, by_autograd)
-        found.append([loss, *(pyro.param(n).grad.item() for n in ("scale", "width"))])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        result.append([loss, *(pyro.param(n).grad.item() for n in ("scale", "width"))])
+    assert result[0] == pytest.approx(result[1], rel=1e-6)

@@ -210,7 +210,7 @@ def test_a_guide_in_single_precision_has_the_gradient_of_a_double_one(estimator,
             with pyro.plate("data", size):
                 pyro.sample("z", dist.Normal(loc, torch.ones_like(loc)))
 
-        elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=vectorize)
+        elbo = TraceIWAE_ELBO(4, gradient_estimator=estimator, vectorize_particles=vectorize)
         elbo.differentiable_loss(model, guide).backward()
         means.append(loc.grad.double().mean())
         errors.append(loc.grad.double().std() / size**0.5)
@@ -337,16 +337,16 @@ def test_a_factor_of_the_guide_stands_for_draws_that_are_not_seen(objective):
         "rb": lambda: TraceRaoBlackwell_ELBO(2, num_samples=0),
         "rb sampled": lambda: TraceRaoBlackwell_ELBO(0, num_samples=1),
     }[objective]()
-    found = []
+    result = []
     for _ in range(24):
         elbo.loss_and_grads(programs.model, programs.guide)
         params = dict(pyro.get_param_store().named_parameters())
-        found.append({n: -params[f"{n}_prob"].grad / programs.size for n in programs.start})
+        result.append({n: -params[f"{n}_prob"].grad / programs.size for n in programs.start})
         for p in params.values():
             p.grad = None
     for name, exact in programs.exact_gradient(2 if "iwae 2" in objective else 1).items():
         assert abs(exact) > 0.03
-        assert_mean(torch.stack([step[name] for step in found]), exact)
+        assert_mean(torch.stack([step[name] for step in result]), exact)
 
 
 @pytest.mark.parametrize("has_rsample", [False, True])

@@ -49,8 +49,8 @@ def test_at_the_posterior_every_draw_is_the_evidence(seed, looped):
     model, guide, exact = program(seed).looped(seed) if looped else program(seed)
     for name, objective in OBJECTIVES.items():
         assert -objective().loss_and_grads(model, guide) == pytest.approx(exact, rel=1e-8), name
-    found = log_evidence(model, guide, num_particles=4, progress=False)
-    assert found.total.item() == pytest.approx(exact, rel=1e-8)
+    result = log_evidence(model, guide, num_particles=4, progress=False)
+    assert result.total.item() == pytest.approx(exact, rel=1e-8)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -63,8 +63,8 @@ def test_what_the_model_enumerates_is_the_evidence(seed):
 
     for name in ENUMERATING:
         assert -OBJECTIVES[name]().loss(model, guide) == pytest.approx(exact, rel=1e-8), name
-    found = log_evidence(model, guide, num_particles=4, progress=False)
-    assert found.total.item() == pytest.approx(exact, rel=1e-8)
+    result = log_evidence(model, guide, num_particles=4, progress=False)
+    assert result.total.item() == pytest.approx(exact, rel=1e-8)
 
 
 def gradients(elbo, programs) -> torch.Tensor:
@@ -82,10 +82,10 @@ def gradients_of(programs) -> torch.Tensor:
 
 
 def exact_gradients(bound, programs) -> torch.Tensor:
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         bound, programs.tables(), retain_graph=True, materialize_grads=True, allow_unused=True
     )
-    return torch.cat([g.flatten() for g in found])
+    return torch.cat([g.flatten() for g in result])
 
 
 @turns
@@ -123,8 +123,8 @@ def test_off_the_posterior_means_are_exact(seed):
         objective = OBJECTIVES.get(name, lambda k=one_by_one: TraceIWAE_ELBO(2, joint=True, **k))()
         assert_mean(values(objective, programs, 300), exact.item())
         with pyro.validation_enabled(False):  # it costs most of the time, and has passed once
-            found = torch.stack([gradients(objective, programs) @ direction for _ in range(300)])
-        assert_mean(found, (exact_gradients(exact, programs) @ direction).item())
+            result = torch.stack([gradients(objective, programs) @ direction for _ in range(300)])
+        assert_mean(result, (exact_gradients(exact, programs) @ direction).item())
     for objective in (TraceIWAE_ELBO(3), TraceIWAE_ELBO(2)):
-        found = values(objective, programs, 300)
-        assert_mean((found - programs.log_evidence).exp(), 1.0)
+        result = values(objective, programs, 300)
+        assert_mean((result - programs.log_evidence).exp(), 1.0)

@@ -51,12 +51,12 @@ def repeated(elbo, program, steps):
 def assert_means(program, elbo, steps=12, sigmas=6.5):
     exact_loss, exact = program.exact()
     losses, grads = repeated(elbo, program, steps)
-    for key, found, truth in [
+    for key, result, truth in [
         ("loss", losses, exact_loss),
         *((k, grads[k], exact[k]) for k in exact),
     ]:
-        error = found.std(0) / steps**0.5
-        off = (found.mean(0) - truth).abs()
+        error = result.std(0) / steps**0.5
+        off = (result.mean(0) - truth).abs()
         assert (off <= sigmas * error + 1e-9).all(), f"{key}: off by {off}, error {error}"
 
 
@@ -67,9 +67,9 @@ def test_k_of_all_values_is_the_exact_sum(name):
     for k, vectorize in ((4 if name == "binomial" else 3, False), (ALL, True)):
         elbo = TraceRaoBlackwell_ELBO(k, num_particles=2, vectorize_particles=vectorize)
         assert math.isclose(elbo.loss_and_grads(program.model, program.guide), loss, rel_tol=1e-9)
-        found = program.take_gradients()
+        result = program.take_gradients()
         for key, value in exact.items():
-            torch.testing.assert_close(found[key], value)
+            torch.testing.assert_close(result[key], value)
 
 
 def quick(name, estimator):
@@ -215,13 +215,13 @@ def test_learned_parts_train_and_the_noise_falls(kind, interface):
     assert all((v != before[k]).all() for k, v in baseline.named_parameters())
 
     def noise(loss):
-        found = []
+        result = []
         with pyro.validation_enabled(False):
             for _ in range(90):
                 guide.zero_grad()
                 loss.loss_and_grads(model, guide, data)
-                found.append(guide.logits.grad.clone())
-        return torch.stack(found).var(0).sum()
+                result.append(guide.logits.grad.clone())
+        return torch.stack(result).var(0).sum()
 
     assert noise(elbo) < 0.7 * noise(TraceRaoBlackwell_ELBO(0))
 

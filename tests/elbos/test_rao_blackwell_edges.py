@@ -124,13 +124,13 @@ def test_costs_that_do_not_depend_on_a_site_add_no_noise():
             pyro.sample("u", dist.Categorical(logits=param("r", 3, 3)))
 
     for options in ({}, {"num_categories": 0}, {"num_categories": 0, "num_samples": 2}):
-        found = []
+        result = []
         for offset in (0.0, 50.0):
             pyro.set_rng_seed(3)
             TraceRaoBlackwell_ELBO(**options).loss_and_grads(model, guide, offset)
-            found.append(pyro.param("q").grad.clone())
+            result.append(pyro.param("q").grad.clone())
             pyro.param("q").grad = None
-        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*result)
 
 
 def test_sites_by_themselves_and_enumerated_ones():
@@ -288,9 +288,9 @@ def test_elements_that_meet_in_a_factor_are_summed_together(run, k, caplog):
     loss, grads = exhaustive(model, guide)
     elbo = TraceRaoBlackwell_ELBO(math.inf)
     assert elbo.loss_and_grads(model, guide) == pytest.approx(loss)
-    found = Discrete.take_gradients()
+    result = Discrete.take_gradients()
     for key, value in grads.items():
-        torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(result[key], value)
     assert "of the model depends" in caplog.text
     elbo, runs = TraceRaoBlackwell_ELBO(k, num_particles=50), []
     for i in range(20):
@@ -314,8 +314,8 @@ def test_programs_that_do_not_broadcast_are_exact_under_vmap():
 
     param("q", 3)
     loss, grads = exhaustive(model, guide)
-    found = TraceRaoBlackwell_ELBO(vectorize_particles=True).loss_and_grads(model, guide)
-    assert found == pytest.approx(loss)
+    result = TraceRaoBlackwell_ELBO(vectorize_particles=True).loss_and_grads(model, guide)
+    assert result == pytest.approx(loss)
     torch.testing.assert_close(Discrete.take_gradients(), grads)
 
 
@@ -373,16 +373,16 @@ def test_messenger_guides_score_continuous_draws():
 )
 def test_interfaces_agree_under_one_seed(name, vectorize):
     program = PROGRAMS[name]
-    found = []
+    result = []
     for _ in range(2):
         elbo = TraceRaoBlackwell_ELBO(num_particles=3, vectorize_particles=vectorize)
         for method in ("loss", "differentiable_loss", "loss_and_grads"):
             pyro.set_rng_seed(5)
             value = getattr(elbo, method)(program.model, program.guide)
-            found.append(value.item() if isinstance(value, torch.Tensor) else value)
+            result.append(value.item() if isinstance(value, torch.Tensor) else value)
         pyro.set_rng_seed(5)
-        found.append(-float(elbo.bounds(program.model, program.guide).total))
-    assert max(found) - min(found) < 1e-9 * abs(found[0])
+        result.append(-float(elbo.bounds(program.model, program.guide).total))
+    assert max(result) - min(result) < 1e-9 * abs(result[0])
 
 
 def test_subsampled_steps_share_one_minibatch():

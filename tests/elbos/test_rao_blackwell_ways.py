@@ -59,10 +59,10 @@ class Design(nn.Module):
 
 def network(cls):
     """A network whose parameters are the same each time."""
-    found = cls().double()
-    for i, p in enumerate(found.parameters()):
+    result = cls().double()
+    for i, p in enumerate(result.parameters()):
         p.data.copy_(randn(*p.shape, seed=i))
-    return found
+    return result
 
 
 def pictures(cls, two=False):
@@ -124,9 +124,9 @@ def test_the_sum_over_all_values_is_exact(name, num_particles):
     elbo = TraceRaoBlackwell_ELBO(ALL, num_particles=num_particles)
     for _ in range(2):
         assert elbo.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
-        found = program.take_gradients()
+        result = program.take_gradients()
         for key, value in grads.items():
-            torch.testing.assert_close(found[key], value)
+            torch.testing.assert_close(result[key], value)
     assert -elbo.bounds(program.model, program.guide).total.item() == pytest.approx(loss)
 
 
@@ -140,9 +140,9 @@ def test_sampled_slots_have_the_mean_of_the_sum(name):
     runs = []
     for i in range(steps):
         with pyro.validation_enabled(i == 0):
-            found = [elbo.loss_and_grads(program.model, program.guide)]
+            result = [elbo.loss_and_grads(program.model, program.guide)]
         taken = program.take_gradients()
-        runs.append(torch.cat([torch.tensor(found), *(taken[k].flatten() for k in grads)]))
+        runs.append(torch.cat([torch.tensor(result), *(taken[k].flatten() for k in grads)]))
     truth = torch.cat([torch.tensor([loss]), *(g.flatten() for g in grads.values())])
     error = torch.stack(runs).std(0) / steps**0.5
     assert ((torch.stack(runs).mean(0) - truth).abs() < 6 * error + 1e-9).all()
@@ -166,9 +166,9 @@ def test_a_recorded_step_is_the_plain_one(name):
     compiled = CompiledELBO(TraceRaoBlackwell_ELBO(ALL), backend="eager")
     for _ in range(3):
         assert compiled.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
-        found = program.take_gradients()
+        result = program.take_gradients()
         for key, value in grads.items():
-            torch.testing.assert_close(found[key], value)
+            torch.testing.assert_close(result[key], value)
 
 
 def test_a_loop_is_told_once(caplog):

@@ -46,10 +46,10 @@ def test_a_discrete_guide_gets_the_exact_gradient(vectorize):
     exact.set_guide(guide_logits=logits.repeat(copies, 1))
     ours, theirs = both(vectorize, num_particles=2)
     target = exact.grad(exact.iwae_per_datum, 2)
-    found = gradients(ours, exact, count)
-    found["guide_logits"] = found["guide_logits"].reshape(count, copies, 3, 3).mean(1)
+    result = gradients(ours, exact, count)
+    result["guide_logits"] = result["guide_logits"].reshape(count, copies, 3, 3).mean(1)
     target["guide_logits"] = target["guide_logits"][:3]
-    for name, samples in found.items():
+    for name, samples in result.items():
         assert_mean(samples, target[name])
         assert (target[name].abs() > 9 * samples.std(0) / count**0.5).any()
     # Pyro multiplies the score-function term by alpha / (1 - alpha) = 0.

@@ -24,8 +24,8 @@ def exact_gradient(exact, alpha, num_particles=2):
 def test_value_is_the_exact_expectation(make, alpha):
     exact = make(N=250)
     elbo = TraceRenyi_ELBO(alpha, 2, vectorize_particles=True)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(20)])
-    assert_mean((found - exact.iwae_per_datum(2, alpha=alpha)).sum(-1), 0.0)
+    result = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(20)])
+    assert_mean((result - exact.iwae_per_datum(2, alpha=alpha)).sum(-1), 0.0)
 
 
 @pytest.mark.parametrize(("alpha", "size"), [(-0.5, 60), (0.5, None), (2.0, 60)])
@@ -36,10 +36,10 @@ def test_gradient_is_exact_for_a_discrete_guide(size, alpha):
     logits = torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.3, 0.0], [-0.4, 0.2, 0.1]])
     exact.set_guide(guide_logits=logits.repeat(copies, 1))
     elbo = TraceRenyi_ELBO(alpha, 2, vectorize_particles=True)
-    found, target = gradients(elbo, exact, count), exact_gradient(exact, alpha)
-    found["guide_logits"] = found["guide_logits"].reshape(count, copies, 3, 3).mean(1)
+    result, target = gradients(elbo, exact, count), exact_gradient(exact, alpha)
+    result["guide_logits"] = result["guide_logits"].reshape(count, copies, 3, 3).mean(1)
     target["guide_logits"] = target["guide_logits"][:3]
-    for name, samples in found.items():
+    for name, samples in result.items():
         assert_mean(samples, target[name])
         assert (target[name].abs() > 6 * samples.std(0) / count**0.5).any()
 
@@ -80,16 +80,16 @@ def test_full_data_with_one_weight_are_those_of_pyro(alpha):
 
 def test_orders_are_sorted_between_the_bounds_that_they_contain():
     exact = ConjugateGaussian(N=100)
-    found = []
+    result = []
     for alpha in (0.0, 0.5, 1 - 1e-6):
         pyro.set_rng_seed(0)
-        found.append(-TraceRenyi_ELBO(alpha, 5).loss(exact.model, exact.guide))
+        result.append(-TraceRenyi_ELBO(alpha, 5).loss(exact.model, exact.guide))
     pyro.set_rng_seed(0)
     iwae = -TraceIWAE_ELBO(5).loss(exact.model, exact.guide)
     pyro.set_rng_seed(0)
     elbo = -TraceSGVB_ELBO(5, analytic_kl=False).loss(exact.model, exact.guide)
-    assert found[0] == iwae > found[1] > found[2]
-    assert abs(found[2] - elbo) < 1e-3
+    assert result[0] == iwae > result[1] > result[2]
+    assert abs(result[2] - elbo) < 1e-3
 
 
 @pytest.mark.parametrize("alpha", [1, 1.0, float("inf"), float("nan")])

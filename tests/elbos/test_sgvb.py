@@ -81,7 +81,7 @@ def test_value_and_gradient_are_those_of_the_exact_elbo(name, analytic_kl):
 )
 def test_estimator_a_is_pyros_trace_elbo_step_by_step(name, num_particles, vectorize):
     exact = EXACT[name]()
-    found = []
+    result = []
     for loss in (TraceSGVB_ELBO, Trace_ELBO):
         options = {"analytic_kl": False} if loss is TraceSGVB_ELBO else {}
         nesting = exact.max_plate_nesting
@@ -93,8 +93,8 @@ def test_estimator_a_is_pyros_trace_elbo_step_by_step(name, num_particles, vecto
         )
         pyro.set_rng_seed(5)
         value = elbo.loss_and_grads(exact.model, exact.guide)
-        found.append((value, take_gradients(exact)))
-    (ours, our_grads), (theirs, their_grads) = found
+        result.append((value, take_gradients(exact)))
+    (ours, our_grads), (theirs, their_grads) = result
     assert abs(ours - theirs) < 1e-8
     for key, grad in our_grads.items():
         assert torch.allclose(grad, their_grads[key], atol=1e-8), key
@@ -103,14 +103,14 @@ def test_estimator_a_is_pyros_trace_elbo_step_by_step(name, num_particles, vecto
 @pytest.mark.parametrize("name", ["gaussian", "gaussian-subsampled", "ppca", "gamma"])
 def test_estimator_b_is_pyros_mean_field_elbo_step_by_step(name):
     exact = EXACT[name]()
-    found = []
+    result = []
     for elbo in (TraceSGVB_ELBO(), TraceMeanField_ELBO()):
         pyro.set_rng_seed(5)
         value = elbo.loss_and_grads(exact.model, exact.guide)
-        found.append((value, take_gradients(exact)))
-    assert abs(found[0][0] - found[1][0]) < 1e-8
-    for key, grad in found[0][1].items():
-        assert torch.allclose(grad, found[1][1][key], atol=1e-8), key
+        result.append((value, take_gradients(exact)))
+    assert abs(result[0][0] - result[1][0]) < 1e-8
+    for key, grad in result[0][1].items():
+        assert torch.allclose(grad, result[1][1][key], atol=1e-8), key
 
 
 def test_a_mean_field_guide_may_draw_in_any_order():
@@ -127,7 +127,7 @@ def test_a_mean_field_guide_may_draw_in_any_order():
             pyro.sample("b", dist.Normal(pyro.param("m", torch.tensor(0.5)), 0.8))
         pyro.sample("a", dist.Normal(pyro.param("n", torch.tensor(0.2)), 0.6))
 
-    found = []
+    result = []
     for elbo in (TraceSGVB_ELBO(), TraceMeanField_ELBO()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pyro's says that another order may be wrong
@@ -135,10 +135,10 @@ def test_a_mean_field_guide_may_draw_in_any_order():
             pyro.set_rng_seed(5)
             value = torch.tensor(elbo.loss_and_grads(model, guide))
         store = pyro.get_param_store()
-        found.append([value, *(store[n].grad.clone() for n in "mn")])
+        result.append([value, *(store[n].grad.clone() for n in "mn")])
         for n in "mn":
             store[n].grad = None
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*result)
 
 
 def test_a_site_whose_prior_depends_on_a_later_draw_keeps_estimator_a():
@@ -233,14 +233,14 @@ def test_a_divergence_that_pytorch_gets_wrong_is_sampled(name):
     kl = divergence(make(a), prior())
     (gradient,) = torch.autograd.grad(-kl, a)
     assert_mean(values(averaged(300), both, 10), -kl.detach())
-    found = [averaged(300).loss_and_grads(model, guide) and gradient_of("a") for _ in range(10)]
-    assert_mean(torch.stack(found), gradient)
+    result = [averaged(300).loss_and_grads(model, guide) and gradient_of("a") for _ in range(10)]
+    assert_mean(torch.stack(result), gradient)
 
 
 def gradient_of(name):
     param = pyro.param(name).unconstrained()
-    found, param.grad = -param.grad, None
-    return found
+    result, param.grad = -param.grad, None
+    return result
 
 
 @analytic
@@ -262,8 +262,8 @@ def test_scale_and_mask_that_differ_between_model_and_guide(analytic_kl):
     cross = -kl_divergence(q, p) - q.entropy()
     likelihood = dist.Normal(x / 3, 1.0).log_prob(x) - 0.5 * 0.8**2
     exact = (0.3 * cross * kept + q.entropy() + likelihood).sum()
-    found = values(averaged(100, analytic_kl=analytic_kl), Programs(model, guide, (), {}), 40)
-    assert_mean(found, exact)
+    result = values(averaged(100, analytic_kl=analytic_kl), Programs(model, guide, (), {}), 40)
+    assert_mean(result, exact)
 
 
 @pytest.mark.parametrize("scale", [0.3, torch.tensor([0.3, 1.0, 2.0])], ids=["float", "tensor"])
@@ -345,5 +345,5 @@ def test_distributions_that_mask_themselves(analytic_kl):
     cross = -kl_divergence(q, p) - q.entropy()
     likelihood = dist.Normal(x / 3, 1.0).log_prob(x) - 0.5 * 0.8**2
     exact = (cross * kept + q.entropy() * ~kept + likelihood).sum()
-    found = values(averaged(100, analytic_kl=analytic_kl), Programs(model, guide, (), {}), 40)
-    assert_mean(found, exact)
+    result = values(averaged(100, analytic_kl=analytic_kl), Programs(model, guide, (), {}), 40)
+    assert_mean(result, exact)

@@ -128,7 +128,7 @@ def test_gradient_of_sites_without_explicit_noise(subsample_size, monkeypatch):
 
     monkeypatch.setattr("torch.distributions.gamma._standard_gamma", draw)
     exact = GammaPoisson(N=5, subsample_size=subsample_size)
-    elbo = learning(TraceSIS_ELBO, 3, UnderdampedLangevin(0.2, 0.5), max_plate_nesting=1)
+    elbo = learning(TraceSIS_ELBO, 3, UnderdampedLangevin(0.2, momentum=0.5), max_plate_nesting=1)
 
     def value():
         pyro.set_rng_seed(0)
@@ -206,20 +206,20 @@ def test_the_mean_defensive_weight_is_the_evidence(defensive, step_size, multi_s
 @pytest.mark.parametrize("defensive", [0.01, 0.3])
 def test_a_lost_chain_counts_as_its_first_draw(defensive):
     """The same draws with and without; the plain weight is that of a chain that stands still."""
-    found = {}
+    result = {}
     for name, elbo in {
         "defended": lost(defensive),
         "chain": lost(0.0),
         "plain": lost(0.0, step_size=1e-12),
     }.items():
         torch.manual_seed(0)
-        found[name] = elbo.bounds(narrow, wide, five()).per_datum
-    assert found["chain"].min() < -1000
+        result[name] = elbo.bounds(narrow, wide, five()).per_datum
+    assert result["chain"].min() < -1000
     expected = torch.logaddexp(
-        found["chain"] + math.log1p(-defensive), found["plain"] + math.log(defensive)
+        result["chain"] + math.log1p(-defensive), result["plain"] + math.log(defensive)
     )
-    torch.testing.assert_close(found["defended"], expected, rtol=1e-6, atol=1e-6)
-    assert (found["defended"] >= found["plain"] + math.log(defensive) - 1e-6).all()
+    torch.testing.assert_close(result["defended"], expected, rtol=1e-6, atol=1e-6)
+    assert (result["defended"] >= result["plain"] + math.log(defensive) - 1e-6).all()
 
 
 def test_so_is_its_gradient():
@@ -246,10 +246,10 @@ def test_its_gradient_is_that_of_finite_differences(step_size):
         return lost(0.2, step_size).differentiable_loss(narrow, wide, five())
 
     value(0.9).backward()
-    found = float(pyro.param("slope").grad)
+    result = float(pyro.param("slope").grad)
     h = 1e-5
     expected = float((value(0.9 + h) - value(0.9 - h)).detach()) / (2 * h)
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert result == pytest.approx(expected, rel=1e-5)
 
 
 def test_which_chains_are_defended():

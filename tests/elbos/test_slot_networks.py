@@ -108,10 +108,10 @@ def test_labels_of_m2_are_summed_as_those_of_labelled_chains(chain, options):
             grads = torch.autograd.grad(loss, parameters)
             runs.append(torch.cat([loss.detach().reshape(1), *(g.flatten() for g in grads)]))
         means.append((torch.stack(runs).mean(0), torch.stack(runs).var(0) / len(runs)))
-    (found, variance), (exact, variance_exact) = means
+    (result, variance), (exact, variance_exact) = means
     # Five runs say little of their spread: Student's t has wide tails.
-    assert ((found - exact).abs() < 9 * (variance + variance_exact).sqrt() + 1e-9).all()
-    assert (found[0] - exact[0]).abs() < 0.05 * exact[0].abs()
+    assert ((result - exact).abs() < 9 * (variance + variance_exact).sqrt() + 1e-9).all()
+    assert (result[0] - exact[0]).abs() < 0.05 * exact[0].abs()
 
 
 def test_the_gradient_of_m2_is_its_slope():
@@ -119,8 +119,8 @@ def test_the_gradient_of_m2_is_its_slope():
     program.args = (x,)
     elbo = KERNELS["sis"](num_categories=ALL)
     groups = [[*net.parameters()] for net in (program.decoder, program.classifier, program.encoder)]
-    found = [gradients(elbo, program, group) for group in groups]
-    assert_slopes(groups, found, lambda: bound(elbo, program))
+    result = [gradients(elbo, program, group) for group in groups]
+    assert_slopes(groups, result, lambda: bound(elbo, program))
 
 
 def belief_net():
@@ -158,9 +158,9 @@ def test_a_sigmoid_belief_net_is_the_sum_over_all_its_states(make):
     loss, exact = exhaustive(program.model, program.guide)
     elbo = make(num_categories=ALL)
     assert elbo.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
-    found = program.take_gradients()
+    result = program.take_gradients()
     for key, value in exact.items():
-        torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(result[key], value)
     elbo, runs = make(num_categories=1), []
     for i in range(40):
         with pyro.validation_enabled(i == 0):

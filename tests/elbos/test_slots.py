@@ -79,18 +79,18 @@ def test_discrete_guides_have_the_exact_sum_and_its_gradient(name, vectorize):
     loss, exact = program.exact()
     elbo = TraceSIS_ELBO(2, ULA(0.1), num_categories=ALL, vectorize_particles=vectorize)
     assert elbo.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
-    for key, found in program.take_gradients().items():
-        torch.testing.assert_close(found, exact[key])
+    for key, result in program.take_gradients().items():
+        torch.testing.assert_close(result, exact[key])
 
 
 def test_chains_that_do_not_move_are_the_rao_blackwellized_elbo():
     """At the same draws: values and gradients."""
-    program, found = PROGRAMS["labels"], []
+    program, result = PROGRAMS["labels"], []
     for elbo in (TraceRaoBlackwell_ELBO(ALL), TraceSIS_ELBO(2, Still(0.1), num_categories=ALL)):
         elbo.loss(program.model, program.guide)
         pyro.set_rng_seed(0)
-        found.append((elbo.loss_and_grads(program.model, program.guide), take_gradients()))
-    (loss, grads), (again, grads_again) = found
+        result.append((elbo.loss_and_grads(program.model, program.guide), take_gradients()))
+    (loss, grads), (again, grads_again) = result
     assert loss == pytest.approx(again)
     for key, value in grads.items():
         torch.testing.assert_close(grads_again[key], value)
@@ -173,12 +173,12 @@ def test_the_mean_weight_is_the_evidence(name, cls):
     program = PROGRAMS[name]
     kernel = ULA(0.05) if cls is TraceSIS_ELBO else RandomWalk(0.5)
     elbo = cls(3, kernel, num_particles=500, vectorize_particles=True)
-    found = elbo.bounds(program.model, program.guide).per_datum
+    result = elbo.bounds(program.model, program.guide).per_datum
     evidence, record = program.evidence().detach(), elbo.last_step
     weight = record.slot_weight * (record.log_weight - evidence).exp()
     assert_mean(weight.sum(1), torch.ones_like(evidence))
     spread = (record.slot_weight * record.log_weight).sum(1).std(0) / 500**0.5
-    assert (found < evidence + 4.5 * spread).all()
+    assert (result < evidence + 4.5 * spread).all()
     assert record.effective_sample_size.shape == evidence.shape
 
 
@@ -188,8 +188,8 @@ def test_the_exact_posterior_gives_the_evidence(options, multi_sample):
     """Without noise, and without a gradient of the guide's."""
     elbo = TraceAIS_ELBO(3, MALA(0.1), multi_sample=multi_sample, **options)
     evidence = labels_evidence()
-    found = elbo.bounds(labels_model, labels_posterior).per_datum
-    torch.testing.assert_close(found, evidence)
+    result = elbo.bounds(labels_model, labels_posterior).per_datum
+    torch.testing.assert_close(result, evidence)
     elbo = TraceSIS_ELBO(1, Still(0.1), multi_sample=multi_sample, **options)
     torch.testing.assert_close(elbo.bounds(labels_model, labels_posterior).per_datum, evidence)
 
@@ -246,9 +246,9 @@ def test_sampled_slots_have_the_mean_of_the_exact_sum(name, estimator):
             grads = [g.flatten() for g in take_gradients().values()]
             runs.append(torch.cat([torch.tensor([loss]), *grads]))
         means.append((torch.stack(runs).mean(0), torch.stack(runs).var(0) / len(runs)))
-    (found, variance), (exact, variance_exact) = means
+    (result, variance), (exact, variance_exact) = means
     error = (variance + variance_exact).sqrt()
-    assert ((found - exact).abs() < 5.5 * error + 1e-9).all(), (found, exact, error)
+    assert ((result - exact).abs() < 5.5 * error + 1e-9).all(), (result, exact, error)
 
 
 def test_the_posterior_of_labels_is_learned():
@@ -271,8 +271,8 @@ def test_the_posterior_of_labels_is_learned():
         svi.step()
         for p, value in zip((pyro.param("prior"), pyro.param("mu")), fixed, strict=True):
             p.data.copy_(value)
-    found = pyro.param("table").detach().softmax(-1)
-    torch.testing.assert_close(found, labels_joint(x).detach().softmax(-1), atol=0.1, rtol=0.0)
+    result = pyro.param("table").detach().softmax(-1)
+    torch.testing.assert_close(result, labels_joint(x).detach().softmax(-1), atol=0.1, rtol=0.0)
 
 
 def test_observed_labels_leave_no_slots():
@@ -338,12 +338,12 @@ def test_supports_may_depend_on_the_sites_before(vectorize):
     options = {"num_particles": 2, "vectorize_particles": vectorize}
     elbo = TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL, **options)
     for _ in range(2):
-        loss, found = elbo.loss_and_grads(model, guide), take_gradients()
+        loss, result = elbo.loss_and_grads(model, guide), take_gradients()
     exact = -counts_bound()
     exact.backward()
     assert loss == pytest.approx(exact.item())
     for key, value in take_gradients().items():
-        torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(result[key], value)
     elbo = TraceSIS_ELBO(1, ULA(0.1), baseline=IndependentDraw(), **options)
     losses = torch.tensor([elbo.loss(model, guide) for _ in range(30)])
     assert (losses.mean() - exact).abs() < 4.5 * losses.std() / 30**0.5
@@ -363,14 +363,14 @@ def test_discrete_sites_that_all_data_share_are_told(caplog):
 
 def test_a_learned_baseline_is_trained_and_leaves_the_value():
     network = torch.nn.Linear(1, 1)
-    program, found = PROGRAMS["labels"], []
+    program, result = PROGRAMS["labels"], []
     for baseline in (None, NVIL(network)):
         elbo = TraceSIS_ELBO(2, ULA(0.1), baseline=baseline)
         model = lambda x: program.model(x.squeeze(-1))  # noqa: E731
         guide = lambda x: program.guide(x.squeeze(-1))  # noqa: E731
         pyro.set_rng_seed(0)
-        found.append(elbo.loss_and_grads(model, guide, data(3).unsqueeze(-1)))
-    assert found[0] == pytest.approx(found[1])
+        result.append(elbo.loss_and_grads(model, guide, data(3).unsqueeze(-1)))
+    assert result[0] == pytest.approx(result[1])
     assert network.weight.grad.abs().sum() > 0
 
 
@@ -487,9 +487,9 @@ def test_a_later_analysis_of_the_programs_draws_nothing(monkeypatch):
         return [svi.step() for _ in range(20)]
 
     program, elbo = PROGRAMS["labels"], lambda: TraceSIS_ELBO(1, num_categories=0, num_samples=1)
-    found = losses()
+    result = losses()
     monkeypatch.setattr(Analysis, "is_due", False)
-    assert found == losses()
+    assert result == losses()
 
 
 @pytest.mark.parametrize(
@@ -648,8 +648,8 @@ def test_values_that_cannot_be_leave_no_trace(elbo, num_categories):
         pyro.clear_param_store()
         loss = elbo(num_categories=num_categories).loss_and_grads(model, guide)
         assert math.isfinite(loss)
-        found = dict(pyro.get_param_store().named_parameters())
-        return torch.cat([found["logits"].grad, found["slope"].grad.unsqueeze(-1)], -1)
+        result = dict(pyro.get_param_store().named_parameters())
+        return torch.cat([result["logits"].grad, result["slope"].grad.unsqueeze(-1)], -1)
 
     with_, without = gradient(3, 4000), gradient(2, 4000)
     error = (with_.var(0) + without.var(0)).sqrt() / 4000**0.5

@@ -47,7 +47,7 @@ class ExpectedHMC(_Expected, HMC):
 
 # Two steps of AIS have one move that counts, and so one accept bit.
 CHAINS = {
-    "underdamped": lambda **k: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, 0.7), **k),
+    "underdamped": lambda **k: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, momentum=0.7), **k),
     "ULA": lambda **k: TraceSIS_ELBO(3, kernel=ULA(0.05), **k),
     "MALA": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedMALA(0.05), **k),
     "HMC": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedHMC(0.2, 2), **k),
@@ -92,7 +92,7 @@ def deviations(elbo, activation, step=0.02):
     model, guide, x = programs(activation)
     pyro.set_rng_seed(0)
     elbo.loss_and_grads(model, guide, x)
-    found = {}
+    result = {}
     for name in ("loc", "slope", "shift"):
         p = pyro.get_param_store()._params[name]
         at, ends = p.detach().clone(), []
@@ -102,8 +102,8 @@ def deviations(elbo, activation, step=0.02):
             ends.append(elbo.bounds(model, guide, x).per_datum)
         p.data.copy_(at)
         d = -p.grad - (ends[0] - ends[1]) / (2 * step)
-        found[name] = float(d.mean() / (d.std() / N**0.5 + 2e-4)), float(d.mean())
-    return found
+        result[name] = float(d.mean() / (d.std() / N**0.5 + 2e-4)), float(d.mean())
+    return result
 
 
 def in_turn():
@@ -117,9 +117,9 @@ def test_gradient_is_that_of_the_bound(activation, chain):
     module = ACTIVATIONS[activation]()
     if isinstance(module, nn.Module):
         module.eval()
-    found = deviations(CHAINS[chain](), module)
+    result = deviations(CHAINS[chain](), module)
     # Four standard errors, and what a step of 0.02 leaves of the third derivative.
-    assert all(abs(z) < 4 or abs(mean) < 0.005 for z, mean in found.values()), found
+    assert all(abs(z) < 4 or abs(mean) < 0.005 for z, mean in result.values()), result
 
 
 @pytest.mark.slow
@@ -132,16 +132,16 @@ def test_gradient_is_that_of_the_bound_everywhere(activation, chain):
 @pytest.mark.parametrize("chain", every(2, CHAINS))
 def test_without_smoothing_it_is_not(chain):
     """Which shows that the law above has the power to see it."""
-    found = deviations(CHAINS[chain](gradient_estimator="full"), torch.relu)
-    assert max(abs(mean) for _, mean in found.values()) > 0.05, found
+    result = deviations(CHAINS[chain](gradient_estimator="full"), torch.relu)
+    assert max(abs(mean) for _, mean in result.values()) > 0.05, result
 
 
 @pytest.mark.parametrize(
     ("cls", "kernel"),
     [
-        (TraceSIS_ELBO, UnderdampedLangevin(0.3, 0.7)),
+        (TraceSIS_ELBO, UnderdampedLangevin(0.3, momentum=0.7)),
         (TraceSIS_ELBO, ULA(0.04)),
-        (TraceAIS_ELBO, HMC(0.4, 2)),
+        (TraceAIS_ELBO, HMC(0.4, num_leapfrog=2)),
     ],
 )
 def test_evidence_is_exact(cls, kernel):
@@ -201,9 +201,9 @@ def test_recorded_steps_are_smoothed():
     plain, compiled = (TraceSIS_ELBO(3, kernel=ULA(0.1)) for _ in range(2))
     compiled = CompiledELBO(compiled.eval(), backend="eager")
     for _ in range(4):
-        found, expected = one_step(compiled, *parts), one_step(plain.eval(), *parts)
-    assert found[0] == pytest.approx(expected[0], rel=1e-9)
-    for a, b in zip(found[1], expected[1], strict=True):
+        result, expected = one_step(compiled, *parts), one_step(plain.eval(), *parts)
+    assert result[0] == pytest.approx(expected[0], rel=1e-9)
+    for a, b in zip(result[1], expected[1], strict=True):
         assert torch.allclose(a, b, rtol=1e-6)
 
 
@@ -392,8 +392,8 @@ def test_attention_is_differentiated_twice(cls):
         expected = one_step(cls(3), decoder, model, guide, x)
     assert loss == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
-    found = one_step(CompiledELBO(cls(3), backend="eager"), decoder, model, guide, x)
-    assert found[0] == pytest.approx(loss)
+    result = one_step(CompiledELBO(cls(3), backend="eager"), decoder, model, guide, x)
+    assert result[0] == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("vectorize", [None, False], ids=["mapped", "looped"])

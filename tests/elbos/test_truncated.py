@@ -161,10 +161,10 @@ def exact(name):
 
 def gradients():
     store = pyro.get_param_store()
-    found = {n: p.grad.clone() for n, p in store.named_parameters() if p.grad is not None}
+    result = {n: p.grad.clone() for n, p in store.named_parameters() if p.grad is not None}
     for _, p in store.named_parameters():
         p.grad = None
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
         loss = elbo.differentiable_loss(model, guide)
         value = loss.item()
         loss.backward()
-    found = gradients()
+    result = gradients()
     assert math.isclose(value, expected.item(), rel_tol=1e-9)
     expected.backward()
     wanted = gradients()
     assert wanted
-    assert set(found) == set(wanted)
+    assert set(result) == set(wanted)
     for parameter, gradient in wanted.items():
-        assert torch.allclose(found[parameter], gradient, atol=1e-8), parameter
+        assert torch.allclose(result[parameter], gradient, atol=1e-8), parameter
     if vectorize:
         bounds = elbo.bounds(model, guide)
         assert math.isclose(-bounds.total.item(), expected.item(), rel_tol=1e-9)
@@ -206,7 +206,7 @@ def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
 def test_free_energy_is_a_bound_that_no_e_step_lowers(name):
     model, other, count, _ = PROGRAMS[name]
     count = max(1, count // 2)
-    guide = TruncatedPosterior(model, count, EvolutionaryUpdate(2, 2, 2), guide=other)
+    guide = TruncatedPosterior(model, count, evolution=EvolutionaryUpdate(2, 2, 2), guide=other)
     elbo = TraceTruncated_ELBO()
     expected, before = -exact(name).item(), -math.inf
     for _ in range(3):
@@ -272,14 +272,14 @@ def test_gradient_is_the_exact_one_over_the_set():
     guide.fit(num_steps=2)
     guide.eval()
     elbo.loss_and_grads(vector, guide)
-    found = gradients()
+    result = gradients()
     states = guide.posterior().values["z"]
     joint = dist.Bernoulli(logits=pyro.param("z_logits")).to_event(1).log_prob(states)
     loc = torch.tanh(states @ pyro.param("decoder"))
     joint = joint + dist.Normal(loc, 0.5).to_event(1).log_prob(patterns())
     (-joint.logsumexp(0).sum()).backward()
     for name, gradient in gradients().items():
-        assert torch.allclose(found[name], gradient)
+        assert torch.allclose(result[name], gradient)
 
 
 @pytest.mark.parametrize(
@@ -287,9 +287,9 @@ def test_gradient_is_the_exact_one_over_the_set():
 )
 def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best(name, monkeypatch):
     model, other, count, _ = PROGRAMS[name]
-    guide = TruncatedPosterior(model, count, EvolutionaryUpdate(1, 1), guide=other)
+    guide = TruncatedPosterior(model, count, evolution=EvolutionaryUpdate(1, 1), guide=other)
     elbo = TraceTruncated_ELBO(vectorize_particles=name != "locals")
-    found, passes = [], []
+    result, passes = [], []
     elbo.loss(model, guide)
     before = {n: b.clone() for n, b in guide.named_buffers()}
     for little in (truncated._searches_little, lambda guide, runs: False):
@@ -297,10 +297,10 @@ def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best
         guide.load_state_dict(before)
         pyro.set_rng_seed(1)
         loss = elbo.loss_and_grads(model, guide)
-        found.append({"loss": torch.tensor(loss), **gradients(), **dict(guide.named_buffers())})
+        result.append({"loss": torch.tensor(loss), **gradients(), **dict(guide.named_buffers())})
         passes.append(elbo.num_runs)
     assert passes[0] == passes[1] - (name != "semi-supervised")  # whose states may be impossible
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*result)
 
 
 def test_states_without_a_gradient_are_passed_over():
@@ -313,21 +313,23 @@ def test_states_without_a_gradient_are_passed_over():
             rate = z @ param("weight", 3, 3).exp()
             pyro.sample("x", dist.Poisson(rate).to_event(1), obs=x)
 
-    guide = TruncatedPosterior(model, 7, EvolutionaryUpdate(1, 2, 1, mutation=UniformFlips()))
+    guide = TruncatedPosterior(
+        model, 7, evolution=EvolutionaryUpdate(1, 2, 1, mutation=UniformFlips())
+    )
     guide.fit()
     guide.states_data.copy_(torch.arange(7).reshape(1, 7, 1))  # a bit for each entry
     elbo = TraceTruncated_ELBO()
     with pyro.validation_enabled(False):
         elbo.loss_and_grads(model, guide)
     assert elbo.num_runs == 3
-    found = gradients()["weight"]
+    result = gradients()["weight"]
     states = ((guide.states_data >> torch.arange(3)) & 1).double()
     rate = states @ pyro.param("weight").exp()
     joint = dist.Bernoulli(0.4 * torch.ones(3)).log_prob(states).sum(-1)
     likelihood = dist.Poisson(rate.clamp_min(1e-9)).log_prob(x.unsqueeze(1)).sum(-1)
     joint = (joint + likelihood).masked_fill(rate.sum(-1) == 0, -torch.inf)
     (-joint.logsumexp(1).sum()).backward()
-    torch.testing.assert_close(found, gradients()["weight"])
+    torch.testing.assert_close(result, gradients()["weight"])
 
 
 @pytest.mark.parametrize("top", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -365,7 +367,7 @@ def test_passes_through_the_model_are_counted():
         (EvolutionaryUpdate(1, 3, 1, mutation=InformedFlips()), 1 + 2, 6 + 1 + 3),
         (EvolutionaryUpdate(num_generations=0), 1, 6),
     ):
-        guide = TruncatedPosterior(counted, 6, evolution)
+        guide = TruncatedPosterior(counted, 6, evolution=evolution)
         elbo = TraceTruncated_ELBO()
         for _ in range(4):  # in which the programs are analysed
             elbo.loss_and_grads(counted, guide)
@@ -443,18 +445,18 @@ def test_a_linear_decoder_is_binary_sparse_coding():
 
     guide = TruncatedPosterior(model, 8)
     TraceTruncated_ELBO().loss_and_grads(model, guide)
-    found, weight.grad = weight.grad, None
+    result, weight.grad = weight.grad, None
     states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
     prior = dist.Categorical(logits=dist.Bernoulli(logits=logit).log_prob(states).sum(-1))
     parts = dist.Normal(states @ weight, scale).to_event(1)
     mixture = dist.MixtureSameFamily(prior, parts)
     (-mixture.log_prob(x).sum()).backward()
-    assert torch.allclose(found, weight.grad)
+    assert torch.allclose(result, weight.grad)
     # The M-step of binary sparse coding: W = (sum_n <s s^T>)^-1 sum_n <s> x_n^T is where it ends.
     posterior = guide.posterior()
     first = posterior.marginals()["z"]
     second = posterior.expectation(lambda v: v["z"].unsqueeze(-1) * v["z"].unsqueeze(-2))
-    assert torch.allclose(found, (second.sum(0) @ weight - first.t() @ x) / scale**2)
+    assert torch.allclose(result, (second.sum(0) @ weight - first.t() @ x) / scale**2)
 
 
 def test_globals_by_an_autoguide_and_minibatches():

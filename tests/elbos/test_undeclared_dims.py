@@ -87,8 +87,8 @@ def _unvalidated():
 @pytest.mark.parametrize("name", ["sampled", "iwae", "rao-blackwell"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_weights_are_exact_at_the_posterior(program, name):
-    found = -MAKES[name]().loss(*pair(program, False))
-    assert found == pytest.approx(EXACT.sum().item(), rel=1e-6)
+    result = -MAKES[name]().loss(*pair(program, False))
+    assert result == pytest.approx(EXACT.sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_weights_are_exact_at_the_posterior(program, name):
     ],
 )
 def test_a_seed_has_the_number_of_the_declared_program(program, name):
-    found = []
+    result = []
     for declared in (True, False):
         elbo = MAKES[name]()
         elbo.num_particles = 1
         pyro.set_rng_seed(0)
-        found.append(elbo.loss(*pair(program, declared, exact=False)))
-    assert found[1] == pytest.approx(found[0], rel=1e-9)
+        result.append(elbo.loss(*pair(program, declared, exact=False)))
+    assert result[1] == pytest.approx(result[0], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_bounds_have_an_entry_for_each_element_of_the_plates(program, name):
 @pytest.mark.parametrize("options", [{}, {"schedule": 2, "kernel": MALA(0.1)}])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_evidence_of_the_exact_posterior(program, options):
-    found = log_evidence(*pair(program, False), num_particles=3, seed=0, **options)
+    result = log_evidence(*pair(program, False), num_particles=3, seed=0, **options)
     if "schedule" not in options:
-        assert torch.allclose(found.total, EXACT.sum())
-    assert abs(found.total - EXACT.sum()) < 5 * found.total_standard_error + 1e-3
+        assert torch.allclose(result.total, EXACT.sum())
+    assert abs(result.total - EXACT.sum()) < 5 * result.total_standard_error + 1e-3
 
 
 def test_the_slots_of_elements_in_no_plate_are_their_combinations():
@@ -145,8 +145,8 @@ def test_the_slots_of_elements_in_no_plate_are_their_combinations():
     log_p = dist.Bernoulli(0.3 * torch.ones(3)).log_prob(states).sum(-1)
     log_p = log_p + dist.Normal(states.sum(-1), 1.0).log_prob(torch.tensor(1.0))
     exact = -(log_q.exp() * (log_p - log_q)).sum()
-    found = TraceRaoBlackwell_ELBO(math.inf).loss(lambda: program(True), lambda: program(False))
-    assert found == pytest.approx(float(exact))
+    result = TraceRaoBlackwell_ELBO(math.inf).loss(lambda: program(True), lambda: program(False))
+    assert result == pytest.approx(float(exact))
 
 
 @pytest.mark.parametrize("moves", [False, True])

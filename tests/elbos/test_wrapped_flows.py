@@ -100,12 +100,12 @@ def programs(fn, local, discrete=False):
 OBJECTIVES = {
     "sgvb": lambda: TraceSGVB_ELBO(2, analytic_kl=False),
     "sgvb one": lambda: TraceSGVB_ELBO(analytic_kl=False),
-    "reparam": lambda: TraceIWAE_ELBO(10, "reparam"),
-    "stl": lambda: TraceIWAE_ELBO(3, "stl"),
-    "dreg": lambda: TraceIWAE_ELBO(3, "dreg"),
-    "dreg looped": lambda: TraceIWAE_ELBO(3, "dreg", vectorize_particles=False),
+    "reparam": lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam"),
+    "stl": lambda: TraceIWAE_ELBO(3, gradient_estimator="stl"),
+    "dreg": lambda: TraceIWAE_ELBO(3, gradient_estimator="dreg"),
+    "dreg looped": lambda: TraceIWAE_ELBO(3, gradient_estimator="dreg", vectorize_particles=False),
     "auto": lambda: TraceIWAE_ELBO(10),
-    "vimco": lambda: TraceIWAE_ELBO(3, "vimco"),
+    "vimco": lambda: TraceIWAE_ELBO(3, gradient_estimator="vimco"),
     "renyi": lambda: TraceRenyi_ELBO(0.5, 3, gradient_estimator="dreg"),
     "rb": lambda: TraceRaoBlackwell_ELBO(num_particles=2),
     "sis": lambda: TraceSIS_ELBO(2, ULA(0.1)),
@@ -124,8 +124,8 @@ def step(objective, *pair):
     elbo.loss(*pair, X)
     pyro.set_rng_seed(0)
     loss = elbo.loss_and_grads(*pair, X)
-    found = dict(pyro.get_param_store().named_parameters())
-    return loss, {name: p.grad for name, p in found.items()}
+    result = dict(pyro.get_param_store().named_parameters())
+    return loss, {name: p.grad for name, p in result.items()}
 
 
 @pytest.mark.parametrize(
@@ -161,5 +161,5 @@ def test_the_default_gradient_of_a_flow_needs_no_second_density(local):
 def test_the_evidence_under_such_a_guide():
     covariance = torch.eye(3, dtype=torch.float64) * 3
     exact = dist.MultivariateNormal(torch.full((3,), 0.3), covariance).log_prob(X)
-    found = log_evidence(*programs(flow, True), X, num_particles=2000)
-    assert abs(found.total - exact) < 4 * found.total_standard_error
+    result = log_evidence(*programs(flow, True), X, num_particles=2000)
+    assert abs(result.total - exact) < 4 * result.total_standard_error

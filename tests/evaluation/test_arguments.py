@@ -155,8 +155,8 @@ def test_a_model_that_observes_nothing_is_reported(caplog):
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
 
-    found = log_evidence(prior, guide, X)
-    assert bool((found.log_evidence.abs() < 4 * found.standard_error).all())
+    result = log_evidence(prior, guide, X)
+    assert bool((result.log_evidence.abs() < 4 * result.standard_error).all())
     assert "the model observes nothing, so that its log evidence is 0" in caplog.text
 
 
@@ -282,10 +282,10 @@ def test_inference_data_take_draws():
 
 
 def test_the_worst_are_counted():
-    found = report(model, guide, X, num_particles=5)
+    result = report(model, guide, X, num_particles=5)
     for count in (0, -1, "a", None, 2.5):
         with pytest.raises(ValueError, match="count must be an int of at least 1, got"):
-            found.worst(count)
+            result.worst(count)
 
 
 # Baselines

@@ -12,15 +12,14 @@ from pyro.optim import Adam
 from torch import nn
 
 from pyro_mcvae import (
-    Comparison,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
-    TrainedCopy,
     compare,
     log_evidence,
 )
 from pyro_mcvae.elbos.base import Estimate
+from pyro_mcvae.evaluation.compare import Comparison, TrainedCopy
 from tests.models import ConjugateGaussian
 
 LOSSES = {
@@ -71,17 +70,17 @@ def test_copies_know_nothing_of_each_other(make):
     losses = dict(LOSSES)
     if make is networks:  # particles would share a batch's statistics
         losses = {"ELBO": Trace_ELBO(), "SGVB": TraceSGVB_ELBO()}
-    found = run(programs, losses)
+    result = run(programs, losses)
     name, loss = list(losses.items())[-1]
     alone = run(programs, {name: loss})
-    assert alone[name].bounds == found[name].bounds
-    assert torch.equal(alone[name].evidence.log_evidence, found[name].evidence.log_evidence)
+    assert alone[name].bounds == result[name].bounds
+    assert torch.equal(alone[name].evidence.log_evidence, result[name].evidence.log_evidence)
     for name in (*losses, next(iter(losses))):
-        found.use(name)
+        result.use(name)
         model, guide, args = programs
         judged = log_evidence(model, guide, *args, num_particles=40, seed=1)
-        assert torch.equal(judged.log_evidence, found[name].evidence.log_evidence)
-    assert len({tuple(f.bounds) for f in found.values()}) == len(losses)
+        assert torch.equal(judged.log_evidence, result[name].evidence.log_evidence)
+    assert len({tuple(f.bounds) for f in result.values()}) == len(losses)
 
 
 def test_programs_begin_again_where_they_were():
@@ -100,7 +99,7 @@ def test_bounds_are_per_weight(subsample_size):
     """The exact guide's weights are the evidences of the data in the minibatch."""
     exact = ConjugateGaussian(N=20, subsample_size=subsample_size)
     exact.set_guide("exact")
-    found = compare(
+    result = compare(
         exact.model,
         exact.guide,
         losses={"IWAE": TraceIWAE_ELBO(2)},
@@ -109,10 +108,10 @@ def test_bounds_are_per_weight(subsample_size):
     )["IWAE"]
     evidence = exact.log_evidence_per_datum()
     if subsample_size is None:
-        assert found.bounds == pytest.approx([float(evidence.mean())] * 10)
+        assert result.bounds == pytest.approx([float(evidence.mean())] * 10)
     else:
-        assert float(evidence.min()) < min(found.bounds) < max(found.bounds) < evidence.max()
-        assert abs(found.last_bound) < 5
+        assert float(evidence.min()) < min(result.bounds) < max(result.bounds) < evidence.max()
+        assert abs(result.last_bound) < 5
 
 
 def test_it_trains_on_batches_and_judges_what_it_is_given():
@@ -125,8 +124,8 @@ def test_it_trains_on_batches_and_judges_what_it_is_given():
         return iter([(data[:6], "labels"), (data[6:], "labels")])
 
     options = {"batches": batches, "to_args": lambda batch: batch[:1]}
-    found = run((both.model, both.guide, (data[:3],)), {"ELBO": Trace_ELBO()}, **options)
-    assert found["ELBO"].evidence.log_evidence.shape == (3,)
+    result = run((both.model, both.guide, (data[:3],)), {"ELBO": Trace_ELBO()}, **options)
+    assert result["ELBO"].evidence.log_evidence.shape == (3,)
     assert len(seen) == 1 + 2  # the first batch, and a pass and a half over two batches
     with pytest.raises(ValueError, match="got an iterator, which is used up after one pass"):
         run((both.model, both.guide, (data,)), {"ELBO": Trace_ELBO()}, batches=iter([data]))
@@ -140,13 +139,13 @@ def test_an_epoch_is_a_pass_over_the_batches():
     programs = both.model, both.guide, (data[:3],)
     epochs = {"num_steps": None, "num_epochs": 2, "num_checks": 1}
     ways = [data.split(4), lambda: (data[torch.randperm(10)][:4] for _ in range(3))]
-    found = [run(programs, {"ELBO": Trace_ELBO()}, batches=way, **epochs)["ELBO"] for way in ways]
-    assert [len(f.bounds) for f in found] == [6, 6]
-    assert [len(f.times) for f in found] == [6, 6]
-    assert found[0].seconds == pytest.approx(sum(found[0].times))
+    result = [run(programs, {"ELBO": Trace_ELBO()}, batches=way, **epochs)["ELBO"] for way in ways]
+    assert [len(f.bounds) for f in result] == [6, 6]
+    assert [len(f.times) for f in result] == [6, 6]
+    assert result[0].seconds == pytest.approx(sum(result[0].times))
     # Counting the batches takes no random numbers from those that train.
     again = run(programs, {"ELBO": Trace_ELBO()}, batches=ways[1], num_steps=6)["ELBO"]
-    assert again.bounds == found[1].bounds
+    assert again.bounds == result[1].bounds
     (alone,) = run(programs, {"ELBO": Trace_ELBO()}, **epochs).values()
     assert len(alone.bounds) == 2
 
@@ -157,36 +156,36 @@ class Fails(TraceSGVB_ELBO):
     steps = 0
 
     def loss_and_grads(self, *args, **kwargs):
-        found = super().loss_and_grads(*args, **kwargs)
+        result = super().loss_and_grads(*args, **kwargs)
         self.steps += 1
         if self.steps == 3:
             raise ValueError("the loss is not finite\nat all")
-        return found
+        return result
 
 
 def test_what_fails_on_the_way_is_said_and_leaves_the_others_alone():
     programs = functions()
     steps = {"num_steps": 4, "num_checks": 4}
-    found = run(programs, {"bad": Fails(), "ELBO": Trace_ELBO()}, **steps)
-    assert found["bad"].failed == "step 3: the loss is not finite"
-    assert len(found["bad"].bounds) == 2
-    assert found["ELBO"].bounds == run(programs, {"ELBO": Trace_ELBO()}, **steps)["ELBO"].bounds
-    assert found.best == ["ELBO"]
-    assert "bad stopped at step 3: the loss is not finite" in str(found)
+    result = run(programs, {"bad": Fails(), "ELBO": Trace_ELBO()}, **steps)
+    assert result["bad"].failed == "step 3: the loss is not finite"
+    assert len(result["bad"].bounds) == 2
+    assert result["ELBO"].bounds == run(programs, {"ELBO": Trace_ELBO()}, **steps)["ELBO"].bounds
+    assert result.best == ["ELBO"]
+    assert "bad stopped at step 3: the loss is not finite" in str(result)
 
 
 def test_time_is_equal():
-    found = run(functions(), LOSSES, num_steps=None, seconds=0.3)
-    for copy in found.values():
+    result = run(functions(), LOSSES, num_steps=None, seconds=0.3)
+    for copy in result.values():
         slowest = copy.seconds / len(copy.bounds)
         assert 0.3 <= copy.seconds < 0.3 + 20 * slowest
-    assert len({len(copy.bounds) for copy in found.values()}) > 1
+    assert len({len(copy.bounds) for copy in result.values()}) > 1
 
 
 def judged(evidence, error, k, learns, sizes=None):
     """A comparison by numbers: names, evidences per datum, k-hats, effective sample sizes."""
     template = log_evidence(*functions()[:2], num_particles=30)
-    found = {}
+    result = {}
     for name in evidence:
         one = replace(
             template,
@@ -195,20 +194,20 @@ def judged(evidence, error, k, learns, sizes=None):
             pareto_k=torch.full((3,), k.get(name, 0.3)),
             effective_sample_size=torch.full((3,), (sizes or {"a": 20.0}).get(name, 10.0)),
         )
-        found[name] = TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one)
-    return Comparison(found, None, learns)
+        result[name] = TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one)
+    return Comparison(result, None, learns)
 
 
 EVIDENCES = {"a": [1.0, 5.0, 3.0], "b": [1.5, 5.6, 3.4], "c": [1.6, 5.4, 3.5]}
 
 
 def test_the_verdict():
-    found = judged(EVIDENCES, 0.01, {}, learns=True)
+    result = judged(EVIDENCES, 0.01, {}, learns=True)
     # Paired: the data differ by more than the losses do.
-    assert found.gain("b", "a") == pytest.approx((0.5, 0.1 / 3**0.5))
-    assert found.best == ["b", "c"]
-    assert "b and c cannot be told apart by log evidence" in found.verdict
-    assert "Pareto" not in found.verdict
+    assert result.gain("b", "a") == pytest.approx((0.5, 0.1 / 3**0.5))
+    assert result.best == ["b", "c"]
+    assert "b and c cannot be told apart by log evidence" in result.verdict
+    assert "Pareto" not in result.verdict
     doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
     assert "The evidence of a is too low" in doubtful.verdict
     assert "and may be the highest" in doubtful.verdict
@@ -218,8 +217,8 @@ def test_the_verdict():
 
 def test_it_prints_and_plots(tmp_path):
     pytest.importorskip("matplotlib")
-    found = run(functions(), {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(3)})
-    text = str(found)
+    result = run(functions(), {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(3)})
+    text = str(result)
     for part in (
         "own bound, training",
         "from ELBO on of the evaluated data",
@@ -229,17 +228,17 @@ def test_it_prints_and_plots(tmp_path):
         "another seed",
     ):
         assert part in text
-    figure = found.plot()
+    figure = result.plot()
     assert [a.get_xlabel() for a in figure.axes] == ["seconds of training"] * 2
     figure.savefig(tmp_path / "compare.png")
     part = figure.subfigures(1, 2)[1]
-    assert found.plot(part, over="steps") is part
+    assert result.plot(part, over="steps") is part
     assert [a.get_xlabel() for a in part.axes] == ["steps of training"] * 2
     assert list(part.axes[0].lines[0].get_xdata()) == [1, 2, 3]
     with pytest.raises(ValueError, match="over must be 'seconds' or 'steps', got 'epochs'"):
-        found.plot(over="epochs")
+        result.plot(over="epochs")
     with pytest.raises(ValueError, match="'SIS' was not compared: there are ELBO, IWAE"):
-        found.use("SIS")
+        result.use("SIS")
 
 
 @pytest.mark.parametrize(
@@ -292,12 +291,12 @@ def test_what_cannot_be_judged_is_refused_before_training():
 def test_a_few_effective_draws_evaluate_nothing():
     """Best by an effective sample size of 4, 1, 1 and 2 of 1,000 was the ELBO."""
     sizes = {"a": 4.0, "b": 1.0, "c": 2.0}
-    found = judged(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
-    assert not found.evaluated
-    assert set(found.best) == set(found)
-    assert "Not evaluated: too few effective draws" in found.verdict
-    assert "The highest ELBO is that of" in found.verdict
-    assert "± unknown" in str(found)
+    result = judged(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
+    assert not result.evaluated
+    assert set(result.best) == set(result)
+    assert "Not evaluated: too few effective draws" in result.verdict
+    assert "The highest ELBO is that of" in result.verdict
+    assert "± unknown" in str(result)
     learning = judged(EVIDENCES, 1.0, {}, learns=True, sizes=sizes)
     assert "Not evaluated" in learning.verdict
     assert "chains (schedule=10, or more)" in learning.verdict
@@ -313,12 +312,12 @@ def improper(x):
 def test_priors_that_cannot_be_drawn_from():
     x = torch.tensor([1.0, 2.0, 4.0])
     guide = AutoNormal(improper, init_loc_fn=lambda site: torch.zeros(()))
-    found = run((improper, guide, (x,)), {"ELBO": Trace_ELBO()}, num_steps=200)
+    result = run((improper, guide, (x,)), {"ELBO": Trace_ELBO()}, num_steps=200)
     exact = (
         dist.Normal(x.mean(), 1.0).log_prob(x).sum() + 0.5 * torch.tensor(2 * torch.pi / 3).log()
     )
-    assert not found.learns
-    evidence = found["ELBO"].evidence
+    assert not result.learns
+    evidence = result["ELBO"].evidence
     assert abs(evidence.total - exact) < 4 * evidence.total_standard_error + 0.05
 
 

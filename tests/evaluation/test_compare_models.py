@@ -9,7 +9,8 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_mcvae import ModelComparison, compare_models, log_evidence
+from pyro_mcvae import compare_models, log_evidence
+from pyro_mcvae.evaluation.compare_models import ModelComparison
 from tests.models import ConjugateGaussian, HierarchicalGaussian
 
 X = torch.tensor([0.3, -1.2, 2.0, 0.7, 1.1])
@@ -35,20 +36,20 @@ def make(scale, wider=1.2):
 @pytest.mark.parametrize("options", [{}, {"schedule": 4, "num_particles": 100}])
 def test_differences_are_log_bayes_factors(options):
     pairs = {f"{s}": make(s) for s in (0.05, 1.0, 30.0)}
-    found = compare_models({n: p for n, (p, _) in pairs.items()}, **options)
+    result = compare_models({n: p for n, (p, _) in pairs.items()}, **options)
     for one in pairs:
         for other in pairs:
-            value, error = found.difference(one, other)
+            value, error = result.difference(one, other)
             assert abs(value - float(pairs[one][1] - pairs[other][1])) < 4 * error + 1e-9
     exact = torch.stack([e for _, e in pairs.values()]).softmax(0)
-    assert list(found.probabilities) == sorted(pairs, key=lambda n: -pairs[n][1])
-    assert [found.probabilities[n] for n in pairs] == pytest.approx(exact.tolist(), abs=0.03)
+    assert list(result.probabilities) == sorted(pairs, key=lambda n: -pairs[n][1])
+    assert [result.probabilities[n] for n in pairs] == pytest.approx(exact.tolist(), abs=0.03)
 
 
 def test_a_model_with_many_weights_beside_one_with_few():
     """Evidences of all data, however they are weighed; arguments of their own."""
     local, joint = ConjugateGaussian(N=5), HierarchicalGaussian(N=5)
-    found = compare_models(
+    result = compare_models(
         {
             "local": (local.model, local.guide),
             "joint": (lambda x: joint.model(), lambda x: joint.guide(), (X,)),
@@ -56,8 +57,8 @@ def test_a_model_with_many_weights_beside_one_with_few():
         num_particles=4000,
     )
     for name, exact in (("local", local), ("joint", joint)):
-        error = float(found[name].total_standard_error)
-        assert abs(float(found[name].total - exact.log_evidence())) < 5 * error
+        error = float(result[name].total_standard_error)
+        assert abs(float(result[name].total - exact.log_evidence())) < 5 * error
 
 
 def judged(totals, k):
@@ -98,8 +99,8 @@ def test_what_k_hat_allows_to_say():
 
 
 def test_it_prints_a_table():
-    found = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
-    assert "below a" in str(found)
+    result = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
+    assert "below a" in str(result)
 
 
 def test_arguments():
@@ -138,8 +139,8 @@ def test_minibatches_are_refused():
     pairs = {"a": (model, guide), "b": (model, guide)}
     with pytest.raises(ValueError, match=r"'a' is that of a minibatch.*log_evidence_loader"):
         compare_models(pairs, torch.randn(100))
-    found = compare_models(pairs, torch.randn(10))
-    assert found.difference("a", "b")[0] == pytest.approx(0.0, abs=1e-9)
+    result = compare_models(pairs, torch.randn(10))
+    assert result.difference("a", "b")[0] == pytest.approx(0.0, abs=1e-9)
 
 
 def located(mean, cleared):
@@ -164,10 +165,10 @@ def test_guides_of_one_class_are_judged_with_their_own_parameters():
     store = pyro.get_param_store()
     before = {name: value.clone() for name, value in store.items()}
     objects = dict(store._params)
-    found = compare_models(pairs, x, num_particles=50, seed=0)
+    result = compare_models(pairs, x, num_particles=50, seed=0)
     for name, mean in means.items():
         exact = dist.Normal(mean, 1.25**0.5).log_prob(x)
-        assert float(found[name].total) == pytest.approx(float(exact), abs=1e-4)
+        assert float(result[name].total) == pytest.approx(float(exact), abs=1e-4)
     assert {n: v.item() for n, v in before.items()} == {n: v.item() for n, v in store.items()}
     assert all(store._params[n] is value for n, value in objects.items())
 
@@ -180,5 +181,5 @@ def test_guides_that_share_the_store_are_refused():
     model, guide = pairs["a"]
     same = {"a": (model, guide), "b": (model, guide)}
     with pytest.warns(UserWarning, match="one and the same in another module"):  # that of b
-        found = compare_models(same, torch.tensor(3.0), seed=0)
-    assert found["a"].total == found["b"].total
+        result = compare_models(same, torch.tensor(3.0), seed=0)
+    assert result["a"].total == result["b"].total

@@ -17,7 +17,7 @@ KNOWN = [name for name, program in PROGRAMS.items() if program.evidence]
 def test_the_mean_weight_is_the_evidence(name, coordinates):
     program = PROGRAMS[name]
     kernel = ULA(0.05) if coordinates == "noise" else MALA(0.1)
-    found = log_evidence(
+    result = log_evidence(
         program.model,
         program.guide,
         num_particles=1000,
@@ -28,7 +28,7 @@ def test_the_mean_weight_is_the_evidence(name, coordinates):
         seed=0,
     )
     evidence = program.evidence().detach()
-    assert_mean((found.log_weight - evidence).exp(), torch.ones_like(evidence))
+    assert_mean((result.log_weight - evidence).exp(), torch.ones_like(evidence))
 
 
 def wide_guide(x):
@@ -39,7 +39,7 @@ def wide_guide(x):
 
 def test_chains_one_by_one_hold_their_draws():
     program = PROGRAMS["labels"]
-    found = log_evidence(
+    result = log_evidence(
         program.model,
         program.guide,
         num_particles=60,
@@ -50,7 +50,7 @@ def test_chains_one_by_one_hold_their_draws():
         seed=0,
     )
     evidence = program.evidence().detach()
-    assert_mean((found.log_weight - evidence).exp(), torch.ones_like(evidence))
+    assert_mean((result.log_weight - evidence).exp(), torch.ones_like(evidence))
 
 
 def test_refined_draws_have_the_posterior_of_labels():
@@ -59,8 +59,8 @@ def test_refined_draws_have_the_posterior_of_labels():
     )
     exact = labels_joint(data(3)).softmax(-1).detach()
     assert draws["y"].dtype == torch.long
-    found = torch.nn.functional.one_hot(draws["y"], 3).to(exact.dtype)
-    assert_mean(found, exact)
+    result = torch.nn.functional.one_hot(draws["y"], 3).to(exact.dtype)
+    assert_mean(result, exact)
     x, variance = data(3), 1 / (1 / 0.8**2 + 1 / 0.6**2)
     loc = variance * (param("mu", 3)[draws["y"]] / 0.8**2 + x / 0.6**2)
     assert_mean(draws["z"] - loc.detach(), torch.zeros(3))
@@ -83,7 +83,7 @@ def test_a_latent_of_all_data_is_held():
     x = torch.tensor([0.4, 1.9])
     fn = dist.Normal(torch.tensor([0.0, 1.5]), 2**0.5)
     exact = (torch.tensor([0.3, 0.7]).log() + fn.log_prob(x.unsqueeze(-1)).sum(0)).logsumexp(0)
-    found = log_evidence(
+    result = log_evidence(
         discrete_global(True),
         discrete_global(False),
         x,
@@ -93,7 +93,7 @@ def test_a_latent_of_all_data_is_held():
         keep_log_weight=True,
         seed=0,
     )
-    assert_mean((found.log_weight - exact).exp(), torch.ones(()))
+    assert_mean((result.log_weight - exact).exp(), torch.ones(()))
 
 
 def knowing_guide(x):
@@ -104,13 +104,13 @@ def knowing_guide(x):
 
 @pytest.mark.slow
 def test_the_evidence_of_simulated_data_lies_between():
-    found = sandwich(labels_model, knowing_guide, data(3), schedule=20, num_particles=20, seed=0)
-    assert -0.05 < found.mean_gap < 0.15
+    result = sandwich(labels_model, knowing_guide, data(3), schedule=20, num_particles=20, seed=0)
+    assert -0.05 < result.mean_gap < 0.15
 
 
 def test_a_report_escalates():
     program = PROGRAMS["labels"]
-    found = report(program.model, program.guide, num_particles=300, schedule=10, warmup=4, seed=0)
-    assert found.chains
+    result = report(program.model, program.guide, num_particles=300, schedule=10, warmup=4, seed=0)
+    assert result.chains
     evidence = program.evidence().detach()
-    assert (found.evidence.log_evidence - evidence).abs().max() < 0.2
+    assert (result.evidence.log_evidence - evidence).abs().max() < 0.2

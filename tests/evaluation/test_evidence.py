@@ -49,9 +49,9 @@ MODELS = {**CONTINUOUS, "DiscreteMixture": DiscreteMixture, "BetaBernoulli": Bet
 JOINT = {"HierarchicalGaussian", "BetaBernoulli"}
 
 
-def assert_close(found, exact, sigmas=3.0):
-    error = (found.total - exact).abs()
-    assert bool(error < sigmas * found.total_standard_error), (found.total, exact)
+def assert_close(result, exact, sigmas=3.0):
+    error = (result.total - exact).abs()
+    assert bool(error < sigmas * result.total_standard_error), (result.total, exact)
 
 
 # With looped particles.
@@ -64,19 +64,19 @@ LOOPED = ("NestedGaussian", "HierarchicalGaussian")
 def test_importance_sampling_finds_the_evidence(name, vectorize):
     exact = MODELS[name]()
     count = 4000 if vectorize else 100
-    found = log_evidence(
+    result = log_evidence(
         exact.model, exact.guide, num_particles=count, vectorize_particles=vectorize
     )
-    assert_close(found, exact.log_evidence())
-    assert found.log_evidence.dim() == (0 if name in JOINT else 1)
-    assert bool((found.bound <= found.log_evidence).all())
+    assert_close(result, exact.log_evidence())
+    assert result.log_evidence.dim() == (0 if name in JOINT else 1)
+    assert bool((result.bound <= result.log_evidence).all())
 
 
 KERNELS = {
     "default": None,
     "mala": MALA(),
     "random-walk": RandomWalk(),
-    "hmc": HMC(0.4, 2),
+    "hmc": HMC(0.4, num_leapfrog=2),
     "ula": ULA(),
     "underdamped": UnderdampedLangevin(),
 }
@@ -89,11 +89,11 @@ KERNELS = {
 )
 def test_chains_find_the_evidence(name, kernel):
     exact, kernel = CONTINUOUS[name](), KERNELS[kernel]
-    found = log_evidence(
+    result = log_evidence(
         exact.model, exact.guide, num_particles=400, schedule=4, kernel=kernel, warmup=8
     )
-    assert_close(found, exact.log_evidence(), 4.0)
-    assert found.acceptance.shape == ((3,) if kernel is None or kernel.adjusted else (4,))
+    assert_close(result, exact.log_evidence(), 4.0)
+    assert result.acceptance.shape == ((3,) if kernel is None or kernel.adjusted else (4,))
 
 
 def test_chains_tighten_the_bound():
@@ -109,8 +109,8 @@ def test_error_bars_cover():
     exact = ConjugateGaussian(N=200)
     exact.x = exact.x[:1].expand(200).clone()
     for options in ({}, {"schedule": 3, "kernel": MALA(0.2)}):
-        found = log_evidence(exact.model, exact.guide, num_particles=500, **options)
-        error = (found.log_evidence - exact.log_evidence_per_datum()) / found.standard_error
+        result = log_evidence(exact.model, exact.guide, num_particles=500, **options)
+        error = (result.log_evidence - exact.log_evidence_per_datum()) / result.standard_error
         # Of 200: sd sqrt(200 * 0.95 * 0.05) = 3.1 and sqrt(200 * 0.68 * 0.32) = 6.6.
         assert 190 - 12 <= int((error.abs() < 1.96).sum()) <= 200
         assert 136 - 26 <= int((error.abs() < 1.0).sum()) <= 136 + 26
@@ -118,16 +118,16 @@ def test_error_bars_cover():
 
 def test_k_tells_a_good_guide_from_one_that_is_too_narrow():
     exact = ConjugateGaussian(N=20)
-    found = {}
+    result = {}
     for name, log_s in (("exact", 0.5 * math.log(0.5)), ("wide", 0.0), ("narrow", -2.3)):
         exact.set_guide("exact", log_s=log_s)
-        found[name] = log_evidence(exact.model, exact.guide, num_particles=2000)
-    assert bool((found["exact"].pareto_k < 0).all())
-    assert torch.allclose(found["exact"].effective_sample_size, torch.tensor(2000.0))
-    assert bool((found["wide"].pareto_k < 0.5).all())
-    assert float(found["narrow"].pareto_k.median()) > 0.85
-    assert int(found["narrow"].unreliable.sum()) >= 15
-    assert float(found["narrow"].effective_sample_size.max()) < 1000
+        result[name] = log_evidence(exact.model, exact.guide, num_particles=2000)
+    assert bool((result["exact"].pareto_k < 0).all())
+    assert torch.allclose(result["exact"].effective_sample_size, torch.tensor(2000.0))
+    assert bool((result["wide"].pareto_k < 0.5).all())
+    assert float(result["narrow"].pareto_k.median()) > 0.85
+    assert int(result["narrow"].unreliable.sum()) >= 15
+    assert float(result["narrow"].effective_sample_size.max()) < 1000
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": 3, "kernel": MALA(0.2)}])
@@ -142,16 +142,16 @@ def test_chunks_have_the_law_of_the_whole(options):
 
 def test_chunks_of_given_weights_say_what_the_whole_says():
     exact = ProbabilisticPCA()
-    found = log_evidence(
+    result = log_evidence(
         exact.model, exact.guide, num_particles=500, chunk_size=64, keep_log_weight=True
     )
-    w = found.log_weight
+    w = result.log_weight
     assert w.shape == (500, 20)
-    assert torch.allclose(found.log_evidence, w.logsumexp(0) - math.log(500))
+    assert torch.allclose(result.log_evidence, w.logsumexp(0) - math.log(500))
     ratio = (w - w.amax(0)).exp()
-    assert torch.allclose(found.standard_error, ratio.std(0) / ratio.mean(0) / math.sqrt(500))
-    assert torch.allclose(found.effective_sample_size, ratio.sum(0) ** 2 / (ratio**2).sum(0))
-    assert torch.allclose(found.bound, w.mean(0))
+    assert torch.allclose(result.standard_error, ratio.std(0) / ratio.mean(0) / math.sqrt(500))
+    assert torch.allclose(result.effective_sample_size, ratio.sum(0) ** 2 / (ratio**2).sum(0))
+    assert torch.allclose(result.bound, w.mean(0))
 
 
 def test_by_default_memory_is_bounded(monkeypatch):
@@ -170,15 +170,15 @@ def test_by_default_memory_is_bounded(monkeypatch):
 
 def test_minibatches_are_scaled_outside():
     exact = ConjugateGaussian(subsample_size=10)
-    found = log_evidence(exact.model, exact.guide, num_particles=3000)
-    assert found.log_evidence.shape == (10,)
-    assert found.scale == 10.0
-    assert found.plates == ("data",)
-    assert torch.allclose(found.total, 10 * found.log_evidence.sum())
+    result = log_evidence(exact.model, exact.guide, num_particles=3000)
+    assert result.log_evidence.shape == (10,)
+    assert result.scale == 10.0
+    assert result.plates == ("data",)
+    assert torch.allclose(result.total, 10 * result.log_evidence.sum())
     index = torch.arange(5, 15)
-    found = log_evidence(exact.model, exact.guide, index, num_particles=3000)
-    difference = found.log_evidence - exact.log_evidence_per_datum()[index]
-    assert bool((difference.abs() < 4 * found.standard_error).all())
+    result = log_evidence(exact.model, exact.guide, index, num_particles=3000)
+    difference = result.log_evidence - exact.log_evidence_per_datum()[index]
+    assert bool((difference.abs() < 4 * result.standard_error).all())
 
 
 def test_chunks_share_one_minibatch():
@@ -199,10 +199,10 @@ def test_globals_are_weighed_with_everything_or_given():
     exact = HierarchicalGaussian()
     together = log_evidence(exact.model, exact.guide, num_particles=2000)
     assert together.log_evidence.shape == ()
-    assert together.given == ()
+    assert together.fixed_latents == ()
     apart = log_evidence(exact.model, exact.guide, num_particles=2000, joint=False)
     assert apart.log_evidence.dim() == 1
-    assert len(apart.given) == 1
+    assert len(apart.fixed_latents) == 1
 
 
 def mixture(x):
@@ -218,13 +218,13 @@ def test_point_masses_of_globals_are_given():
     guide.append(AutoDelta(pyro.poutine.block(mixture, expose=["theta"])))
     guide.append(AutoNormal(pyro.poutine.block(mixture, expose=["z"]), init_scale=0.8))
     guide(x)
-    found = log_evidence(mixture, guide, x, num_particles=4000)
+    result = log_evidence(mixture, guide, x, num_particles=4000)
     theta = guide[0].median()["theta"].detach()
     exact = dist.Normal(theta, math.sqrt(2)).log_prob(x)
-    assert found.given == ("theta",)
-    assert bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
+    assert result.fixed_latents == ("theta",)
+    assert bool(((result.log_evidence - exact).abs() < 4 * result.standard_error).all())
     prior = dist.Normal(0.0, 1.0).log_prob(theta)
-    assert torch.allclose(found.total, prior + found.log_evidence.sum())
+    assert torch.allclose(result.total, prior + result.log_evidence.sum())
 
 
 def test_auto_guides_are_weighed_together():
@@ -232,8 +232,8 @@ def test_auto_guides_are_weighed_together():
     covariance = 2 * torch.eye(3) + 1
     exact = dist.MultivariateNormal(torch.zeros(3), covariance).log_prob(x)
     guide = called(AutoNormal(mixture, init_scale=0.7), x)
-    found = log_evidence(mixture, guide, x, num_particles=4000, schedule=4)
-    assert_close(found, exact, 4.0)
+    result = log_evidence(mixture, guide, x, num_particles=4000, schedule=4)
+    assert_close(result, exact, 4.0)
 
 
 def test_masked_data_have_an_evidence_of_zero():
@@ -251,9 +251,9 @@ def test_masked_data_have_an_evidence_of_zero():
 
     exact = torch.where(mask, dist.Normal(0.0, math.sqrt(2)).log_prob(x), 0.0)
     for options in ({}, {"schedule": 3}):
-        found = log_evidence(model, guide, x, num_particles=3000, **options)
-        error = (found.log_evidence - exact).abs()
-        assert bool((error <= 4 * found.standard_error + 1e-9).all())
+        result = log_evidence(model, guide, x, num_particles=3000, **options)
+        error = (result.log_evidence - exact).abs()
+        assert bool((error <= 4 * result.standard_error + 1e-9).all())
 
 
 class Net(nn.Module):
@@ -335,16 +335,16 @@ def test_step_sizes_that_do_not_adapt_are_taken_as_they_are():
     exact = ConjugateGaussian(N=5)
     frozen = HMC(AdaptiveStepSize(0.3)).eval()
     for kernel in (HMC(0.3), frozen):
-        found = log_evidence(exact.model, exact.guide, num_particles=30, kernel=kernel)
-        assert float(found.step_size) == pytest.approx(0.3)
-        assert found.acceptance.shape == (9,)
+        result = log_evidence(exact.model, exact.guide, num_particles=30, kernel=kernel)
+        assert float(result.step_size) == pytest.approx(0.3)
+        assert result.acceptance.shape == (9,)
 
 
 def test_in_inference_mode():
     exact = ConjugateGaussian(N=5)
     with torch.inference_mode():
-        found = log_evidence(exact.model, exact.guide, num_particles=500, schedule=3)
-    assert_close(found, exact.log_evidence(), 4.0)
+        result = log_evidence(exact.model, exact.guide, num_particles=500, schedule=3)
+    assert_close(result, exact.log_evidence(), 4.0)
 
 
 def test_weights_of_zero():
@@ -358,12 +358,12 @@ def test_weights_of_zero():
             pyro.sample("z", dist.Normal(torch.zeros(len(x)), 1.0))
 
     x = torch.tensor([0.0, 1.0, 50.0])
-    found = log_evidence(model, guide, x, num_particles=4000)
+    result = log_evidence(model, guide, x, num_particles=4000)
     exact = dist.Normal(0.0, 1.0).cdf(-x[:2]).log()
-    assert bool(((found.log_evidence[:2] - exact).abs() < 4 * found.standard_error[:2]).all())
-    assert found.log_evidence[2] == -math.inf
-    assert found.effective_sample_size[2] == 0
-    assert found.standard_error[2] == math.inf
+    assert bool(((result.log_evidence[:2] - exact).abs() < 4 * result.standard_error[:2]).all())
+    assert result.log_evidence[2] == -math.inf
+    assert result.effective_sample_size[2] == 0
+    assert result.standard_error[2] == math.inf
 
 
 def test_it_prints_what_matters():
@@ -376,8 +376,8 @@ def test_it_prints_what_matters():
 def test_single_precision_stays():
     exact = ConjugateGaussian(N=5, dtype=torch.float32)
     for options in ({}, {"schedule": 3}):
-        found = log_evidence(exact.model, exact.guide, num_particles=100, **options)
-        assert found.log_evidence.dtype == found.pareto_k.dtype == torch.float32
+        result = log_evidence(exact.model, exact.guide, num_particles=100, **options)
+        assert result.log_evidence.dtype == result.pareto_k.dtype == torch.float32
 
 
 def test_discrete_latents_in_chains_are_named():
@@ -390,8 +390,8 @@ def test_latents_outside_of_a_subsampled_plate_are_named():
     exact = HierarchicalGaussian(subsample_size=2)
     with pytest.raises(ValueError, match=r"'data' is subsampled \(2 of .*joint=False"):
         log_evidence(exact.model, exact.guide)
-    found = log_evidence(exact.model, exact.guide, joint=False, num_particles=50)
-    assert found.log_evidence.shape == (2,)
+    result = log_evidence(exact.model, exact.guide, joint=False, num_particles=50)
+    assert result.log_evidence.shape == (2,)
 
     def model():
         theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
@@ -454,7 +454,7 @@ def test_what_is_no_number_is_named():
         log_evidence(model, guide, num_particles=4)
 
 
-@pytest.mark.parametrize("kernel", [RandomWalk(1.0), HMC(0.4, 4)], ids=["rw", "hmc"])
+@pytest.mark.parametrize("kernel", [RandomWalk(1.0), HMC(0.4, num_leapfrog=4)], ids=["rw", "hmc"])
 def test_chains_of_angles_stay_on_the_circle(kernel):
     # The density of an angle repeats itself on the line; what the model makes of it does not.
     size = 400
@@ -473,10 +473,10 @@ def test_chains_of_angles_stay_on_the_circle(kernel):
     grid = (torch.arange(4000) + 0.5) / 4000 * 2 * math.pi - math.pi
     exact = (prior.log_prob(grid) + dist.Normal(grid, 1.0).log_prob(x)).logsumexp(0)
     exact = exact + math.log(2 * math.pi / 4000)
-    found = log_evidence(
+    result = log_evidence(
         model, guide, num_particles=20, schedule=15, kernel=kernel, keep_log_weight=True
     )
-    assert_mean((found.log_weight - exact).exp().mean(0), 1.0)
+    assert_mean((result.log_weight - exact).exp().mean(0), 1.0)
 
 
 def test_a_guide_that_marks_sites_for_enumeration_is_drawn_from():

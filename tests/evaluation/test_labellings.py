@@ -46,33 +46,33 @@ def normal(*locs, scale=0.5):
     return guide
 
 
-def assert_exact(found, exact, errors=4.0):
-    assert abs(float(found.total) - exact) < errors * float(found.total_standard_error)
+def assert_exact(result, exact, errors=4.0):
+    assert abs(float(result.total) - exact) < errors * float(result.total_standard_error)
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": 4, "num_particles": 50}])
 def test_the_evidence_of_a_mixture_is_that_of_all_labellings(options):
     model, exact = mixture(2)
-    found = log_evidence(model, normal(-2.8, 2.9), **{**OPTIONS, **options})
-    assert_exact(found, exact)
-    assert found.labellings.sites == (("m",),)
-    assert float(found.labellings.added) == pytest.approx(math.log(2))
-    assert "exchangeable" in str(found)
-    assert "log 2! = 0.693" in str(found)
+    result = log_evidence(model, normal(-2.8, 2.9), **{**OPTIONS, **options})
+    assert_exact(result, exact)
+    assert result.labellings.sites == (("m",),)
+    assert float(result.labellings.added) == pytest.approx(math.log(2))
+    assert "exchangeable" in str(result)
+    assert "log 2! = 0.693" in str(result)
 
 
 def test_labellings_that_overlap_are_said_and_not_counted():
     model, _ = mixture(2, x=X * 0.8 / 3)
     guide = normal(-0.8, 0.8, scale=0.6)
-    found = log_evidence(model, guide, **OPTIONS)
-    assert found.labellings.sizes == (2,)
-    assert found.labellings.added is None
-    assert "up to log 2! = 0.693 not added" in str(found)
-    assert not report(model, guide, look=False, escalate=False).trusted
+    result = log_evidence(model, guide, **OPTIONS)
+    assert result.labellings.sizes == (2,)
+    assert result.labellings.added is None
+    assert "up to log 2! = 0.693 not added" in str(result)
+    assert not report(model, guide, check_modes=False, escalate=False).trusted
     # A component that lies anywhere: its labellings overlap with the others'.
-    found = log_evidence(mixture(3)[0], normal(-2.8, 2.9, 0.0, scale=1.0), **OPTIONS)
-    assert found.labellings.sizes == (3,)
-    assert found.labellings.added is None
+    result = log_evidence(mixture(3)[0], normal(-2.8, 2.9, 0.0, scale=1.0), **OPTIONS)
+    assert result.labellings.sizes == (3,)
+    assert result.labellings.added is None
 
 
 def test_a_guide_of_all_labellings_needs_nothing_added():
@@ -83,9 +83,9 @@ def test_a_guide_of_all_labellings_needs_nothing_added():
         parts = dist.Normal(sides, 0.5).to_event(1)
         pyro.sample("m", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), parts))
 
-    found = log_evidence(model, guide, **OPTIONS)
-    assert found.labellings is None
-    assert_exact(found, exact)
+    result = log_evidence(model, guide, **OPTIONS)
+    assert result.labellings is None
+    assert_exact(result, exact)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_an_ordered_prior_has_one_labelling():
 
 def test_some_of_the_components():
     model, _ = mixture(3, weights=torch.tensor([0.2, 0.4, 0.4]))
-    found = log_evidence(model, normal(0.0, -2.8, 2.9, scale=0.4), **OPTIONS).labellings
-    assert found.sizes == (2,)
-    assert 0.5 < float(found.added) < 0.8
+    result = log_evidence(model, normal(0.0, -2.8, 2.9, scale=0.4), **OPTIONS).labellings
+    assert result.sizes == (2,)
+    assert 0.5 < float(result.added) < 0.8
 
 
 def rest_of(model, m, s, w):
@@ -178,14 +178,14 @@ LAYOUTS["values of a drawn site"] = drawn, drawn_guide
 def test_all_that_is_permuted_together_is_found(layout, vectorize):
     model, guide = LAYOUTS[layout]
     count = 200 if vectorize is None else 30
-    found = log_evidence(model, guide, num_particles=count, vectorize_particles=vectorize)
-    assert float(found.labellings.added) == pytest.approx(math.log(2), abs=0.01)
+    result = log_evidence(model, guide, num_particles=count, vectorize_particles=vectorize)
+    assert float(result.labellings.added) == pytest.approx(math.log(2), abs=0.01)
     latents = {
         "plates": {"w", "m", "s"},
         "by name": {"w", "left", "right", "one", "other"},
         "values of a drawn site": {"m", "c"},
     }
-    assert set(found.labellings.sites[0]) == latents[layout]
+    assert set(result.labellings.sites[0]) == latents[layout]
 
 
 def test_components_of_each_datum():
@@ -210,9 +210,9 @@ def test_components_of_each_datum():
     log_p = log_p + dist.Normal(a + b, 0.5).log_prob(x[:, 0, None, None])
     log_p = log_p + dist.Normal(a * b, 0.5).log_prob(x[:, 1, None, None])
     exact = log_p.flatten(1).logsumexp(1) + 2 * (grid[1] - grid[0]).log()
-    found = log_evidence(model, guide, num_particles=4000)
-    assert found.labellings.added == pytest.approx(math.log(2))
-    assert bool(((found.log_evidence - exact).abs() < 4 * found.standard_error + 0.02).all())
+    result = log_evidence(model, guide, num_particles=4000)
+    assert result.labellings.added == pytest.approx(math.log(2))
+    assert bool(((result.log_evidence - exact).abs() < 4 * result.standard_error + 0.02).all())
 
 
 def test_data_that_are_alike_are_no_components():
@@ -230,9 +230,9 @@ def test_data_that_are_alike_are_no_components():
             pyro.sample("z", dist.Normal(0.9, 0.8))
 
     exact = dist.MultivariateNormal(torch.zeros(6), 2 * torch.eye(6) + 1).log_prob(torch.ones(6))
-    found = log_evidence(model, guide, num_particles=2000)
-    assert found.labellings is None
-    assert_exact(found, float(exact))
+    result = log_evidence(model, guide, num_particles=2000)
+    assert result.labellings is None
+    assert_exact(result, float(exact))
 
 
 def test_many_labellings_that_overlap_are_said_and_not_added():
@@ -249,37 +249,37 @@ def test_many_labellings_that_overlap_are_said_and_not_added():
         for name in "wv":
             pyro.sample(name, dist.Normal(torch.linspace(-2.0, 2.0, 7), 0.25).to_event(1))
 
-    found = log_evidence(model, guide, num_particles=100)
-    assert found.labellings.added is None
-    assert "up to log 7! = 8.525 not added" in str(found)
+    result = log_evidence(model, guide, num_particles=100)
+    assert result.labellings.added is None
+    assert "up to log 7! = 8.525 not added" in str(result)
 
 
 def test_the_number_of_components_that_is_preferred_is_the_right_one():
     """With one labelling alone two components would have log 2! too little beside one."""
     models = {f"{k}": mixture(k, x=X.sort().values) for k in (1, 2)}
     guides = {"1": normal(0.0, scale=0.4), "2": normal(-2.8, 2.9)}
-    found = compare_models({k: (models[k][0], guides[k]) for k in models}, num_particles=1000)
+    result = compare_models({k: (models[k][0], guides[k]) for k in models}, num_particles=1000)
     exact = models["2"][1] - models["1"][1]
-    difference, error = found.difference("2", "1")
+    difference, error = result.difference("2", "1")
     assert abs(difference - exact) < 4 * error
-    assert "2: exchangeable components" in found.verdict
+    assert "2: exchangeable components" in result.verdict
     # Where they overlap, three may be better: nothing is said to be known.
     models["3"] = mixture(3)
     guides["3"] = normal(-2.8, 2.9, 0.0, scale=1.0)
-    found = compare_models({k: (models[k][0], guides[k]) for k in "23"}, num_particles=500)
-    assert "3" in found.best
-    assert "not known" in str(found)
+    result = compare_models({k: (models[k][0], guides[k]) for k in "23"}, num_particles=500)
+    assert "3" in result.best
+    assert "not known" in str(result)
 
 
 def test_a_report_knows_them_and_looks_from_the_prior():
     model, exact = mixture(2)
-    found = report(model, normal(-2.8, 2.9), num_particles=1000)
-    assert_exact(found.evidence, exact)
-    assert found.prior.labellings is None
-    assert abs(float(found.prior.total) - exact) < 4 * float(found.prior.total_standard_error)
-    assert not found.misses
-    assert "exchangeable" in str(found)
-    assert "close to one labelling of the posterior" in found.advice or found.gap > 0.8
+    result = report(model, normal(-2.8, 2.9), num_particles=1000)
+    assert_exact(result.evidence, exact)
+    assert result.prior.labellings is None
+    assert abs(float(result.prior.total) - exact) < 4 * float(result.prior.total_standard_error)
+    assert not result.misses
+    assert "exchangeable" in str(result)
+    assert "close to one labelling of the posterior" in result.advice or result.gap > 0.8
 
 
 def test_labellings_of_batches_lie_side_by_side():
@@ -294,9 +294,9 @@ def test_labellings_of_batches_lie_side_by_side():
             pyro.sample("z", dist.Normal(torch.tensor([3.0, -2.0]), 0.3).to_event(1))
 
     x = torch.tensor([[1.0, -6.0]]).expand(5, 2)
-    found = log_evidence_loader(model, guide, x.split(2), num_particles=200, progress=False)
-    assert found.log_evidence.shape == (5,)
-    assert found.labellings.added == pytest.approx(math.log(2))
+    result = log_evidence_loader(model, guide, x.split(2), num_particles=200, progress=False)
+    assert result.log_evidence.shape == (5,)
+    assert result.labellings.added == pytest.approx(math.log(2))
 
 
 def test_latents_that_nothing_reads_are_no_components():
@@ -311,9 +311,9 @@ def test_latents_that_nothing_reads_are_no_components():
         pyro.sample("u", dist.Normal(torch.tensor([-0.1, 0.1]), 1.0).to_event(1))
         pyro.sample("z", dist.Normal(0.5, 0.5**0.5))
 
-    found = log_evidence(model, guide, **OPTIONS)
-    assert found.labellings is None
-    assert_exact(found, float(dist.Normal(0.0, 2**0.5).log_prob(torch.ones(()))))
+    result = log_evidence(model, guide, **OPTIONS)
+    assert result.labellings is None
+    assert_exact(result, float(dist.Normal(0.0, 2**0.5).log_prob(torch.ones(()))))
 
 
 def test_a_guide_without_a_density_at_given_latents():
@@ -326,10 +326,10 @@ def test_a_guide_without_a_density_at_given_latents():
         density = torch.tensor(0.5).log().expand(m.shape[:-1]) * -2
         pyro.sample("m", dist.Delta(m, density, event_dim=1))
 
-    found = log_evidence(model, guide, **OPTIONS)
-    assert found.labellings.sites == (("m",),)
-    assert found.labellings.added is None
-    assert "up to log 2! = 0.693 not added" in str(found)
-    trusted = report(model, guide, look=False, num_particles=1000)
+    result = log_evidence(model, guide, **OPTIONS)
+    assert result.labellings.sites == (("m",),)
+    assert result.labellings.added is None
+    assert "up to log 2! = 0.693 not added" in str(result)
+    trusted = report(model, guide, check_modes=False, num_particles=1000)
     assert not trusted.trusted
     assert "lower bound" in str(trusted)

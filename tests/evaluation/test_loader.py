@@ -33,14 +33,14 @@ def exact():
 )
 def test_batches_are_laid_side_by_side(options):
     loader = DataLoader(TensorDataset(X, torch.arange(5)), batch_size=2)
-    found = log_evidence_loader(
+    result = log_evidence_loader(
         model, guide, loader, num_particles=1000, keep_log_weight=True, progress=False, **options
     )
-    assert found.log_evidence.shape == (5,)
-    assert found.log_weight.shape == (1000, 5)
-    assert bool(((found.log_evidence - exact()).abs() < 4 * found.standard_error).all())
-    assert found.scale == 1.0
-    assert torch.allclose(found.total, found.log_evidence.sum())
+    assert result.log_evidence.shape == (5,)
+    assert result.log_weight.shape == (1000, 5)
+    assert bool(((result.log_evidence - exact()).abs() < 4 * result.standard_error).all())
+    assert result.scale == 1.0
+    assert torch.allclose(result.total, result.log_evidence.sum())
 
 
 def test_batches_of_every_form():
@@ -51,10 +51,10 @@ def test_batches_of_every_form():
         "mapped": ([("a", X)], lambda batch: batch[1:]),
     }
     for batches, to_args in forms.values():
-        found = log_evidence_loader(
+        result = log_evidence_loader(
             model, guide, batches, to_args=to_args, num_particles=30, progress=False
         )
-        assert found.log_evidence.shape == (5,)
+        assert result.log_evidence.shape == (5,)
 
 
 def test_the_step_size_adapts_once():
@@ -117,8 +117,8 @@ def test_nested_plates_ask_along_which():
 
     batches = torch.randn(3, 10).split(4, dim=1)
     options = {"num_particles": 30, "progress": False}
-    found = log_evidence_loader(model, guide, batches, plate="data", **options)
-    assert found.log_evidence.shape == (3, 10)
+    result = log_evidence_loader(model, guide, batches, plate="data", **options)
+    assert result.log_evidence.shape == (3, 10)
     with pytest.raises(ValueError, match=r"the plates \['rows', 'data'\]: say along which"):
         log_evidence_loader(model, guide, batches, **options)
     with pytest.raises(ValueError, match="plate='cols', but the weights' plates are"):

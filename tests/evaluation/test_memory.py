@@ -61,5 +61,5 @@ def test_a_chunk_has_the_memory_that_it_says(monkeypatch, way):
     monkeypatch.setattr("pyro_mcvae.evaluation.options._CHUNK", 1 << 17)
     exact = ProbabilisticPCA(p=30, N=20)
     judge, options = WAYS[way]
-    found = peak(judge, exact.model, exact.guide, num_particles=300, **options)
-    assert found < 8 * 8 * (1 << 17)
+    result = peak(judge, exact.model, exact.guide, num_particles=300, **options)
+    assert result < 8 * 8 * (1 << 17)

@@ -39,22 +39,22 @@ def exact(seed, variance):
 def test_arguments_of_the_names_of_options_reach_the_programs():
     """The guide is the posterior of these arguments alone, so that every weight is the evidence."""
     given = {"seed": 0.7, "num_particles": 3.0}
-    found = log_evidence(model, guide, X, model_kwargs=given, seed=1, num_particles=5)
-    assert found.num_particles == 5
-    assert torch.allclose(found.log_evidence, exact(0.7, 3.0))
+    result = log_evidence(model, guide, X, model_kwargs=given, seed=1, num_particles=5)
+    assert result.num_particles == 5
+    assert torch.allclose(result.log_evidence, exact(0.7, 3.0))
     again = log_evidence(model, guide, X, model_kwargs=given, seed=1, num_particles=5)
-    assert torch.equal(found.log_evidence, again.log_evidence)
+    assert torch.equal(result.log_evidence, again.log_evidence)
 
 
 def test_an_argument_that_is_given_by_position_is_no_option():
-    found = log_evidence(model, guide, X, 0.7, seed=1, model_kwargs={}, num_particles=5)
-    assert torch.allclose(found.log_evidence, exact(0.7, 1.0))
+    result = log_evidence(model, guide, X, 0.7, seed=1, model_kwargs={}, num_particles=5)
+    assert torch.allclose(result.log_evidence, exact(0.7, 1.0))
 
     def plain(x, seed):
         model(x, seed)
 
-    found = log_evidence(plain, lambda x, seed: guide(x, seed), X, 0.7, seed=1, num_particles=5)
-    assert torch.allclose(found.log_evidence, exact(0.7, 1.0))
+    result = log_evidence(plain, lambda x, seed: guide(x, seed), X, 0.7, seed=1, num_particles=5)
+    assert torch.allclose(result.log_evidence, exact(0.7, 1.0))
 
 
 @pytest.mark.parametrize("judge", [log_evidence, refine, report, sandwich])
@@ -73,15 +73,15 @@ def test_a_module_says_what_it_takes():
 
     with pytest.raises(ValueError, match="'schedule' is an option of report and an argument"):
         report(Network(), lambda x: guide(x), X, schedule=2)
-    found = report(
+    result = report(
         Network(), lambda x, **_: guide(x), X, model_kwargs={"schedule": 1}, num_particles=5
     )
-    assert torch.allclose(found.guide.log_evidence, exact(0.0, 1.0))
+    assert torch.allclose(result.guide.log_evidence, exact(0.0, 1.0))
 
 
 def test_other_keywords_are_the_programs():
-    found = log_evidence(lambda y: model(y), lambda y: guide(y), y=X, num_particles=5)
-    assert torch.allclose(found.log_evidence, exact(0.0, 1.0))
+    result = log_evidence(lambda y: model(y), lambda y: guide(y), y=X, num_particles=5)
+    assert torch.allclose(result.log_evidence, exact(0.0, 1.0))
     with pytest.raises(TypeError, match="num_particels"):
         log_evidence(model, guide, X, num_particels=5)
     with pytest.raises(TypeError, match=r"log_evidence has no option 'y': .*model_kwargs"):

@@ -47,8 +47,8 @@ def of_log_evidence(pair: Any) -> Tensor:
 
 
 def of_report(pair: Any) -> Tensor:
-    found = report(*pair, x, num_particles=5, look=False, escalate=False, seed=0)
-    return found.guide.bound
+    result = report(*pair, x, num_particles=5, check_modes=False, escalate=False, seed=0)
+    return result.guide.bound
 
 
 @pytest.mark.parametrize("evaluate", [of_log_evidence, of_report])

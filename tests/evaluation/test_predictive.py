@@ -80,16 +80,16 @@ def test_a_sandwich_of_data_without_a_plates_dim_of_size_one():
         with pyro.plate("one", 1, dim=-2), pyro.plate("columns", 3, dim=-1):
             pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
 
-    found = sandwich(model, guide, torch.ones(3), num_particles=5, schedule=3, warmup=2)
-    torch.testing.assert_close(found.lower, found.upper)  # the guide is the posterior
+    result = sandwich(model, guide, torch.ones(3), num_particles=5, schedule=3, warmup=2)
+    torch.testing.assert_close(result.lower, result.upper)  # the guide is the posterior
 
 
 def test_a_sandwich_on_a_model_with_deterministic_sites():
-    found = sandwich(
+    result = sandwich(
         deterministic, its_guide, torch.zeros(3), num_simulations=3, schedule=4, warmup=4
     )
-    assert found.lower.shape == (3,)
-    assert float(found.mean_gap) < 1.0
+    assert result.lower.shape == (3,)
+    assert float(result.mean_gap) < 1.0
 
 
 def test_all_draws_have_names(groups):
@@ -123,9 +123,9 @@ def test_predictive_of_pyro_takes_draws_of_computed_and_reparameterized_sites():
     guide = AutoNormal(model)
     guide()
     draws = refine(model, guide, num_samples=20, num_particles=1)
-    found = Predictive(model, posterior_samples=draws)()
+    result = Predictive(model, posterior_samples=draws)()
     centered = draws["mu"][:, None] + 2 * draws["theta_decentered"]
-    assert torch.allclose(found["theta"].reshape(20, 3), centered)
+    assert torch.allclose(result["theta"].reshape(20, 3), centered)
     draws = refine(deterministic, its_guide, torch.zeros(3), num_samples=6)
     drawn = Predictive(deterministic, posterior_samples=draws)()
     assert drawn["x"].shape == drawn["theta"].shape == (6, 3)
@@ -141,10 +141,10 @@ def test_a_factor_has_a_likelihood_and_no_value(groups):
     guide = AutoNormal(model)
     guide()
     draws = refine(model, guide, num_samples=20, num_particles=1)
-    found = to_inference_data(draws).groups
-    factor = torch.as_tensor(found["log_likelihood"]["likelihood"])
-    assert torch.allclose(factor, -torch.as_tensor(found["posterior"]["b"])[..., None].square())
-    assert set(found["observed_data"]) == {"x"}
+    result = to_inference_data(draws).groups
+    factor = torch.as_tensor(result["log_likelihood"]["likelihood"])
+    assert torch.allclose(factor, -torch.as_tensor(result["posterior"]["b"])[..., None].square())
+    assert set(result["observed_data"]) == {"x"}
 
 
 @pytest.mark.clients

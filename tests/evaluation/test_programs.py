@@ -40,11 +40,13 @@ def test_programs_are_judged_alike_looped_and_vectorized(name):
         joint = False
     for vectorize in (True, False):
         count = 30 if vectorize else 5
-        found = log_evidence(
+        result = log_evidence(
             model, guide, num_particles=count, joint=joint, vectorize_particles=vectorize
         )
-        assert torch.isfinite(found.log_evidence).all()
-        assert torch.allclose(found.total, found.shared + (found.scale * found.log_evidence).sum())
+        assert torch.isfinite(result.log_evidence).all()
+        assert torch.allclose(
+            result.total, result.shared + (result.scale * result.log_evidence).sum()
+        )
         draws = refined(model, guide, joint, vectorize)
         trace = pyro.poutine.trace(model).get_trace()
         for site, value in draws.items():

@@ -41,9 +41,9 @@ def exact():
 
 
 def test_a_layer_whose_weights_are_drawn_has_its_exact_evidence():
-    found = log_evidence(Regression(), guide, X, Y, num_particles=4000)
-    assert found.standard_error < 0.05
-    assert abs(found.log_evidence - exact()) < 4 * found.standard_error
+    result = log_evidence(Regression(), guide, X, Y, num_particles=4000)
+    assert result.standard_error < 0.05
+    assert abs(result.log_evidence - exact()) < 4 * result.standard_error
 
 
 def test_a_recurrent_decoder_is_judged():
@@ -72,9 +72,9 @@ def test_a_recurrent_decoder_is_judged():
         density = dist.Normal(decoder(grid), 1.0).log_prob(data.unsqueeze(1)).sum(-1)
         log_p = density + dist.Normal(0.0, 1.0).log_prob(grid)
         evidence = log_p.logsumexp(1) + (grid[1] - grid[0]).log()
-    found = log_evidence(model, prior, data, num_particles=300)
-    assert ((found.log_evidence - evidence).abs() < 4 * found.standard_error + 1e-6).all()
-    assert (found.standard_error < 0.1).all()
+    result = log_evidence(model, prior, data, num_particles=300)
+    assert ((result.log_evidence - evidence).abs() < 4 * result.standard_error + 1e-6).all()
+    assert (result.standard_error < 0.1).all()
 
 
 @pytest.mark.parametrize("asked", [4, 30])

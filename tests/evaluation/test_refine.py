@@ -74,8 +74,8 @@ def test_draws_of_vectors_have_the_posteriors_moments(way):
     draws = refine(exact.model, exact.guide, num_samples=1000, **WAYS[way])
     mean, covariance = exact.posterior()
     assert_moments(draws["z"], mean, covariance.diagonal())
-    found = torch.einsum("sni,snj->ij", draws["z"] - mean, draws["z"] - mean) / (1000 * 6)
-    assert torch.allclose(found, covariance, atol=0.1 * float(covariance.diagonal().max()))
+    result = torch.einsum("sni,snj->ij", draws["z"] - mean, draws["z"] - mean) / (1000 * 6)
+    assert torch.allclose(result, covariance, atol=0.1 * float(covariance.diagonal().max()))
 
 
 @pytest.mark.parametrize("way", some_slow(WAYS, *(WAYS.keys() - {"resampled"})))
@@ -202,10 +202,10 @@ def test_predictive_takes_the_draws(parallel):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("x", dist.Normal(z, 1.0))
 
-    found = Predictive(model, posterior_samples=draws, parallel=parallel)()["x"]
+    result = Predictive(model, posterior_samples=draws, parallel=parallel)()["x"]
     mean, sd = exact.posterior()
-    assert found.shape == (count, 5)
-    assert_moments(found, mean, sd**2 + 1)
+    assert result.shape == (count, 5)
+    assert_moments(result, mean, sd**2 + 1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import LogEvidence, Report, report
+from pyro_mcvae import report
+from pyro_mcvae.evaluation.evidence import LogEvidence
+from pyro_mcvae.evaluation.report import Report
 from pyro_mcvae.ops.weights import pareto_k
 from tests.models import (
     ConjugateGaussian,
@@ -22,20 +24,20 @@ from tests.models import (
 @pytest.mark.parametrize("options", [{}, {"schedule": 4}])
 def test_numbers_are_those_of_the_exact_model(options):
     exact = ConjugateGaussian(N=20)
-    found = report(exact.model, exact.guide, num_particles=1000, look=False, **options)
-    error = found.evidence.standard_error
-    difference = found.evidence.log_evidence - exact.log_evidence_per_datum()
+    result = report(exact.model, exact.guide, num_particles=1000, check_modes=False, **options)
+    error = result.evidence.standard_error
+    difference = result.evidence.log_evidence - exact.log_evidence_per_datum()
     assert bool((difference.abs() < 4 * error).all())
-    assert found.trusted
+    assert result.trusted
     kl = exact.log_evidence_per_datum() - exact.elbo_per_datum()
-    assert torch.allclose(found.gap, kl, atol=0.2)
-    assert (found.evidence is found.guide) == (not options)
+    assert torch.allclose(result.gap, kl, atol=0.2)
+    assert (result.evidence is result.guide) == (not options)
 
 
 def test_the_worst_served_data_are_found():
     exact = NestedGaussian()
-    found = report(exact.model, exact.guide, look=False, escalate=False)
-    index, gaps = zip(*found.worst(3), strict=True)
+    result = report(exact.model, exact.guide, check_modes=False, escalate=False)
+    index, gaps = zip(*result.worst(3), strict=True)
     assert list(gaps) == sorted(gaps, reverse=True)
     assert all(len(i) == 1 and 0 <= i[0] < 4 for i in index)
 
@@ -51,11 +53,11 @@ def test_the_worst_served_data_are_found():
         with pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1):
             pyro.sample("z", dist.Normal(0.0, torch.ones(3, 4)))
 
-    assert report(model, guide, look=False, escalate=False).worst(1)[0][0] == (1, 2)
+    assert report(model, guide, check_modes=False, escalate=False).worst(1)[0][0] == (1, 2)
 
 
 def advice(exact, **options):
-    options = {"num_particles": 2000, "look": False, "escalate": False, **options}
+    options = {"num_particles": 2000, "check_modes": False, "escalate": False, **options}
     return report(exact.model, exact.guide, **options).advice
 
 
@@ -73,27 +75,27 @@ def test_advice():
 @pytest.mark.parametrize("cls", [ConjugateGaussian, HierarchicalGaussian])
 def test_it_prints(cls):
     exact = cls()
-    found = report(exact.model, exact.guide, num_particles=200, look=False, escalate=False)
-    text = str(found)
+    result = report(exact.model, exact.guide, num_particles=200, check_modes=False, escalate=False)
+    text = str(result)
     for part in ("ELBO", "log evidence", "gap", "Pareto k", "ESS"):
         assert part in text
-    assert ("largest gaps" in text) == (found.gap.numel() > 1)
+    assert ("largest gaps" in text) == (result.gap.numel() > 1)
 
 
 def test_chains_look_at_the_same_minibatch():
     exact = ConjugateGaussian(subsample_size=5)
-    found = report(exact.model, exact.guide, num_particles=4000, schedule=5, look=False)
-    difference = found.evidence.log_evidence - found.guide.log_evidence
-    error = torch.hypot(found.evidence.standard_error, found.guide.standard_error)
+    result = report(exact.model, exact.guide, num_particles=4000, schedule=5, check_modes=False)
+    difference = result.evidence.log_evidence - result.guide.log_evidence
+    error = torch.hypot(result.evidence.standard_error, result.guide.standard_error)
     assert bool((difference.abs() < 5 * error).all())
 
 
 def test_a_tail_may_be_missing():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact")
-    found = report(exact.model, exact.guide, look=False)
-    assert "-inf" in str(found)
-    assert float(found.guide.pareto_k.max()) == -math.inf
+    result = report(exact.model, exact.guide, check_modes=False)
+    assert "-inf" in str(result)
+    assert float(result.guide.pareto_k.max()) == -math.inf
 
 
 def two_modes():
@@ -115,18 +117,18 @@ def two_modes():
 @pytest.mark.parametrize("options", [{}, {"schedule": 2, "num_particles": 60}])
 def test_a_mode_that_is_never_drawn_is_found_from_the_prior(options):
     model, guide, exact = two_modes()
-    blind = report(model, guide, look=False, **options)
+    blind = report(model, guide, check_modes=False, **options)
     assert torch.allclose(exact - blind.evidence.log_evidence, torch.tensor(math.log(2.0)))
     assert float(blind.guide.pareto_k.max()) == -math.inf
     assert not blind.misses
     assert "Modes that the guide does not draw would not show" in str(blind)
-    found = report(model, guide, **options)
-    error = found.prior.total_standard_error
-    assert abs(found.prior.total - exact.sum()) < 4 * error
-    assert found.misses
-    assert not found.trusted
-    assert "The guide misses a part" in str(found)
-    assert "begin the guide's training elsewhere" in found.advice
+    result = report(model, guide, **options)
+    error = result.prior.total_standard_error
+    assert abs(result.prior.total - exact.sum()) < 4 * error
+    assert result.misses
+    assert not result.trusted
+    assert "The guide misses a part" in str(result)
+    assert "begin the guide's training elsewhere" in result.advice
 
 
 def test_a_discrete_value_that_is_never_drawn_is_found_from_the_prior():
@@ -141,19 +143,19 @@ def test_a_discrete_value_that_is_never_drawn_is_found_from_the_prior():
         with pyro.plate("data", 4):
             pyro.sample("k", dist.Categorical(torch.tensor([1e-12, 0.02, 1.0]).expand(4, 3)))
 
-    found = report(model, guide)
-    assert found.misses
-    assert bool(found.missed.all())
-    assert not report(model, guide, look=False).misses
+    result = report(model, guide)
+    assert result.misses
+    assert bool(result.missed.all())
+    assert not report(model, guide, check_modes=False).misses
 
 
 @pytest.mark.parametrize("cls", [ConjugateGaussian, DiscreteMixture])
 def test_the_look_finds_no_more_than_there_is(cls):
     exact = cls(N=5)
     exact.set_guide("exact")
-    found = report(exact.model, exact.guide)
-    assert not found.misses
-    assert found.prior.total < exact.log_evidence() + 4 * found.prior.total_standard_error
+    result = report(exact.model, exact.guide)
+    assert not result.misses
+    assert result.prior.total < exact.log_evidence() + 4 * result.prior.total_standard_error
 
 
 def test_the_look_costs_what_it_says():
@@ -164,7 +166,7 @@ def test_the_look_costs_what_it_says():
         calls.append(1)
         return exact.model()
 
-    report(model, exact.guide, look=False, vectorize_particles=True)
+    report(model, exact.guide, check_modes=False, vectorize_particles=True)
     plain = len(calls)
     report(model, exact.guide, vectorize_particles=True)
     assert len(calls) - 2 * plain < 150
@@ -176,10 +178,10 @@ def test_what_cannot_be_looked_at_is_said():
     assert "theta are held" in held.prior
     assert "no chains from the prior: see prior" in str(held)
     looped = report(exact.model, exact.guide, vectorize_particles=False, num_particles=30)
-    assert "look=True" in looped.prior
+    assert "check_modes=True" in looped.prior
     assert looped.no_chains == "particles are looped over: escalate=True runs them"
-    with pytest.raises(ValueError, match="look must be True, False or None, got 'no'"):
-        report(exact.model, exact.guide, look="no")
+    with pytest.raises(ValueError, match="check_modes must be True, False or None, got 'no'"):
+        report(exact.model, exact.guide, check_modes="no")
     with pytest.raises(ValueError, match="escalate must be True, False or None, got 'no'"):
         report(exact.model, exact.guide, escalate="no")
 
@@ -187,15 +189,15 @@ def test_what_cannot_be_looked_at_is_said():
 def test_what_chains_find_more_is_said():
     """By numbers: of three data one is larger by far, one within the error, one has a bad tail."""
     model, guide, _ = two_modes()
-    plain = report(model, guide, num_particles=30, look=False).guide
+    plain = report(model, guide, num_particles=30, check_modes=False).guide
     plain = replace(plain, pareto_k=torch.tensor([0.2, 0.2, 0.9]), num_particles=1000)
     more = torch.tensor([0.7, 0.05, 0.7])
     error = torch.full((3,), 0.02)
     chains = replace(plain, log_evidence=plain.log_evidence + more, standard_error=error)
-    found = Report(chains, plain, ())
-    assert found.missed.tolist() == [True, False, False]
-    assert found.misses
-    assert "The guide misses a part" in str(found)
+    result = Report(chains, plain, ())
+    assert result.missed.tolist() == [True, False, False]
+    assert result.misses
+    assert "The guide misses a part" in str(result)
     assert not bool(Report(plain, plain, ()).missed.any())
 
 
@@ -204,7 +206,7 @@ def test_rows_say_what_is_the_guides_and_what_the_chains():
     alone = str(report(exact.model, exact.guide, num_particles=50, escalate=False))
     assert "guide, " not in alone
     assert re.search("^prior +50 ", alone, re.M)
-    both = report(exact.model, exact.guide, num_particles=50, schedule=2, look=False)
+    both = report(exact.model, exact.guide, num_particles=50, schedule=2, check_modes=False)
     text = str(both)
     rows = {"guide": both.guide.mean, "guide, 2 steps": both.evidence.mean}
     for name, value in rows.items():
@@ -215,7 +217,7 @@ def test_rows_say_what_is_the_guides_and_what_the_chains():
 def test_k_hat_knows_its_own_error():
     """Weights with Pareto tails: the spread of k-hat over many samples is what is said."""
     exact = ConjugateGaussian(N=5)
-    plain = report(exact.model, exact.guide, look=False, escalate=False).guide
+    plain = report(exact.model, exact.guide, check_modes=False, escalate=False).guide
     for shape in (0.2, 0.7):
         k = pareto_k(torch.empty(1000, 400).exponential_() * shape)
         said = replace(plain, pareto_k=k).pareto_k_error.median()
@@ -224,7 +226,7 @@ def test_k_hat_knows_its_own_error():
 
 def test_what_is_doubtful():
     exact = ConjugateGaussian(N=5)
-    plain = report(exact.model, exact.guide, look=False, escalate=False).guide
+    plain = report(exact.model, exact.guide, check_modes=False, escalate=False).guide
     k = torch.tensor([-math.inf, -0.5, 0.2, 0.3, 0.6, math.inf, math.nan])
     doubtful = replace(plain, pareto_k=k, num_particles=1000).doubtful
     assert doubtful.tolist() == [False, False, False, True, True, True, True]
@@ -237,21 +239,21 @@ def test_what_is_doubtful():
 def test_chains_look_where_the_weights_leave_doubt():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact", log_s=-1.2)
-    blind = report(exact.model, exact.guide, look=False, escalate=False, seed=0)
-    found = report(exact.model, exact.guide, look=False, seed=0)
-    assert torch.equal(blind.evidence.log_evidence, found.guide.log_evidence)
+    blind = report(exact.model, exact.guide, check_modes=False, escalate=False, seed=0)
+    result = report(exact.model, exact.guide, check_modes=False, seed=0)
+    assert torch.equal(blind.evidence.log_evidence, result.guide.log_evidence)
     assert not blind.trusted
     assert "The evidence is a lower bound" in str(blind)
     assert blind.no_chains == "escalate=False"
-    assert found.evidence is found.chains[-1]
+    assert result.evidence is result.chains[-1]
     off, less = (
         (f.evidence.log_evidence - exact.log_evidence_per_datum()).abs().max()
-        for f in (blind, found)
+        for f in (blind, result)
     )
     assert less < 0.1 < off
-    assert "The evidence is known about as well as its error says." in str(found)
+    assert "The evidence is known about as well as its error says." in str(result)
     exact.set_guide("exact", log_s=0.0)
-    assert report(exact.model, exact.guide, look=False).chains == ()
+    assert report(exact.model, exact.guide, check_modes=False).chains == ()
 
 
 def test_chains_that_cannot_look_are_said():
@@ -266,14 +268,16 @@ def test_chains_that_cannot_look_are_said():
         with pyro.plate("data", 4):
             pyro.sample("k", dist.Categorical(torch.tensor([0.6, 0.3, 0.1]).expand(4, 3)))
 
-    found = report(model, guide, num_particles=100, look=False)
-    assert found.chains == ()
-    assert "the guide's site 'k' is discrete" in found.no_chains
+    result = report(model, guide, num_particles=100, check_modes=False)
+    assert result.chains == ()
+    assert "the guide's site 'k' is discrete" in result.no_chains
 
 
 def test_longer_chains_that_find_more_are_not_trusted():
     exact = ConjugateGaussian(N=5)
-    one = report(exact.model, exact.guide, num_particles=100, look=False, escalate=False).guide
+    one = report(
+        exact.model, exact.guide, num_particles=100, check_modes=False, escalate=False
+    ).guide
     longer = replace(one, log_evidence=one.log_evidence + 0.5)
     assert not Report(longer, longer, (), "", (one, longer)).trusted
     assert Report(longer, longer, (), "", (longer, longer)).trusted
@@ -308,11 +312,11 @@ def by_numbers(k, size, chains=(), n=1, **changes):
         plates=(),
         scale=1.0,
         shared=torch.zeros(()),
-        given=(),
+        fixed_latents=(),
     )
     one = replace(one, **changes)
     steps = tuple(replace(one, acceptance=torch.ones(count - 1)) for count in chains)
-    return Report(steps[-1] if steps else one, one, (), "look=False", steps)
+    return Report(steps[-1] if steps else one, one, (), "check_modes=False", steps)
 
 
 def test_no_trust_in_heavy_tails_or_a_few_draws():
@@ -320,11 +324,11 @@ def test_no_trust_in_heavy_tails_or_a_few_draws():
     assert by_numbers(0.2, 500.0).trusted
     assert by_numbers(0.6, 50.0, (10, 40)).trusted
     for k, size in ((0.92, 50.0), (0.3, 5.0), (0.92, 5.0)):
-        found = by_numbers(k, size, (10, 40))
-        assert not found.trusted
-        assert "The evidence is a lower bound" in str(found)
-        assert ("± unknown" in str(found)) == (size == 5.0)
-        assert ("± unknown" in str(found.evidence)) == (size == 5.0)
+        result = by_numbers(k, size, (10, 40))
+        assert not result.trusted
+        assert "The evidence is a lower bound" in str(result)
+        assert ("± unknown" in str(result)) == (size == 5.0)
+        assert ("± unknown" in str(result.evidence)) == (size == 5.0)
 
 
 @pytest.mark.parametrize("chains", [(20,), (10, 40)])
@@ -338,21 +342,21 @@ def test_a_few_of_many_data_above_by_chance_are_no_missed_mode():
     """Errors of a few effective draws have tails: 2 of 297 were called a missed mode."""
     false, n = 0, 297
     for _ in range(40):
-        found = by_numbers(0.2, 500.0, n=n)
+        result = by_numbers(0.2, 500.0, n=n)
         noise = torch.distributions.StudentT(5.0).sample((n,)) * 0.1
         prior = replace(
-            found.guide,
-            log_evidence=found.guide.log_evidence + noise,
+            result.guide,
+            log_evidence=result.guide.log_evidence + noise,
             standard_error=torch.full((n,), 0.1),
             effective_sample_size=torch.full((n,), 6.0),
         )
-        guide = replace(found.guide, standard_error=torch.full((n,), 0.01))
-        false += replace(found, evidence=guide, guide=guide, prior=prior).misses
+        guide = replace(result.guide, standard_error=torch.full((n,), 0.01))
+        false += replace(result, evidence=guide, guide=guide, prior=prior).misses
     assert false <= 3
     more = torch.zeros(n)
     more[7] = 3.0
     prior = replace(prior, log_evidence=guide.log_evidence + more)
-    assert replace(found, evidence=guide, guide=guide, prior=prior).missed.nonzero().tolist() == [
+    assert replace(result, evidence=guide, guide=guide, prior=prior).missed.nonzero().tolist() == [
         [7]
     ]
 
@@ -370,9 +374,9 @@ def test_numbers_come_first_then_three_sentences_within_the_width(monkeypatch):
 
 def test_messages_of_errors_stand_in_no_sentence():
     exact = ConjugateGaussian(N=5)
-    found = report(exact.model, exact.guide, num_particles=20, look=False, escalate=False)
+    result = report(exact.model, exact.guide, num_particles=20, check_modes=False, escalate=False)
     shape = "The size of tensor a (3) must match the size of tensor b (5)"
-    text = str(replace(found, prior=shape, no_chains=shape))
+    text = str(replace(result, prior=shape, no_chains=shape))
     assert "size of tensor" not in text
     assert "see prior" in text
 
@@ -391,12 +395,12 @@ def test_floats_in_subsample_are_no_minibatch(subsample):
         precision = 1 / 9 + 4 * x.square().sum()
         pyro.sample("w", dist.Normal(8 * x.square().sum() / precision, precision**-0.5))
 
-    found = report(model, guide, num_particles=200)
+    result = report(model, guide, num_particles=200)
     exact = dist.MultivariateNormal(
         torch.zeros(12), 9 * torch.outer(x, x) + 0.25 * torch.eye(12)
     ).log_prob(2 * x)
-    assert float(found.evidence.total) == pytest.approx(float(exact))
-    assert isinstance(found.prior, LogEvidence)
+    assert float(result.evidence.total) == pytest.approx(float(exact))
+    assert isinstance(result.prior, LogEvidence)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -414,6 +418,6 @@ def test_no_search_is_claimed_where_chains_from_the_prior_were_not_compared(size
             pyro.sample("z", dist.Normal(x.sqrt(), 0.055 / x.sqrt()))
 
     for seed in range(3):
-        found = report(model, guide, seed=seed)
-        assert "find no modes" not in str(found)
-        assert found.misses or "if no mode is missed" in str(found).replace("\n", " ")
+        result = report(model, guide, seed=seed)
+        assert "find no modes" not in str(result)
+        assert result.misses or "if no mode is missed" in str(result).replace("\n", " ")

@@ -83,7 +83,7 @@ def gaussian_evidence(x):
 )
 def test_the_evidence_lies_between(kernel, coordinates):
     seen = Seen(guide)
-    found = sandwich(
+    result = sandwich(
         model,
         seen,
         torch.zeros(1000),
@@ -94,11 +94,11 @@ def test_the_evidence_lies_between(kernel, coordinates):
         warmup=5,
     )
     exact = gaussian_evidence(seen.data[-1])
-    for error in (exact - found.lower[0], found.upper[0] - exact):
+    for error in (exact - result.lower[0], result.upper[0] - exact):
         standard_error = error.std() / math.sqrt(1000)
         assert float(error.mean()) > -3 * float(standard_error)
         assert float(error.mean()) < 0.3
-    assert float(found.mean_gap) > 0
+    assert float(result.mean_gap) > 0
     # The data are new ones from the model.
     assert abs(float(seen.data[-1].std()) - math.sqrt(1.25)) < 0.15
 
@@ -111,7 +111,12 @@ def test_the_backward_weight_is_unbiased():
         return log_base, (math.log(3.0) + dist.Normal(1.0, 0.6).log_prob(z)).sum(-1) - log_base
 
     evaluate = evaluator(density, create_graph=False)
-    for steps, kernel in ((1, MALA(0.1)), (3, MALA(0.5)), (3, HMC(0.6, 3)), (4, RandomWalk(0.7))):
+    for steps, kernel in (
+        (1, MALA(0.1)),
+        (3, MALA(0.5)),
+        (3, HMC(0.6, num_leapfrog=3)),
+        (4, RandomWalk(0.7)),
+    ):
         start = evaluate(1.0 + 0.6 * torch.randn(4_000, 1))
         log_weight = anneal_back(start, LinearSchedule(steps)(), kernel, evaluate)
         ratio = (-log_weight.detach()).exp() * 3.0
@@ -130,14 +135,14 @@ def test_more_steps_close_the_gap():
 
 def test_unconstrained_latents():
     seen = Seen(counts_guide)
-    found = sandwich(counts, seen, torch.ones(600), schedule=5, num_particles=2, warmup=8)
+    result = sandwich(counts, seen, torch.ones(600), schedule=5, num_particles=2, warmup=8)
     x = seen.data[-1]
     a, b = torch.tensor(2.0), torch.tensor(0.5)
     exact = torch.lgamma(a + x) - torch.lgamma(a) - torch.lgamma(x + 1)
     exact = exact + a * b.log() - (a + x) * torch.log1p(b)
-    assert float((exact - found.lower[0]).mean()) > -0.02
-    assert float((found.upper[0] - exact).mean()) > -0.02
-    assert float(found.mean_gap) < 0.3
+    assert float((exact - result.lower[0]).mean()) > -0.02
+    assert float((result.upper[0] - exact).mean()) > -0.02
+    assert float(result.mean_gap) < 0.3
 
 
 AUTO = {
@@ -153,7 +158,7 @@ AUTO = {
 def test_global_latents_and_auto_guides(name):
     seen = Seen(AUTO[name]())
     seen.program(torch.zeros(3))
-    found = sandwich(
+    result = sandwich(
         hierarchical,
         seen,
         torch.zeros(3),
@@ -165,13 +170,13 @@ def test_global_latents_and_auto_guides(name):
     # The guide sees each data set several times, and the zeros first.
     data = {tuple(x.tolist()): x for x in seen.data}
     x = torch.stack(list(data.values())[1:])
-    assert found.lower.shape == found.upper.shape == (4,) == x.shape[:1]
+    assert result.lower.shape == result.upper.shape == (4,) == x.shape[:1]
     exact = dist.MultivariateNormal(torch.zeros(3), 1.64 * torch.eye(3) + 1).log_prob(x)
-    for error in (exact - found.lower, found.upper - exact):
+    for error in (exact - result.lower, result.upper - exact):
         assert float(error.mean()) > -3.5 * float(error.std()) / math.sqrt(4)
         # The low-rank guide's noise has no inverse: few steps in latent coordinates are loose.
         assert float(error.mean()) < (20.0 if name == "AutoLowRank" else 3.0)
-    assert float(found.mean_gap) > 0
+    assert float(result.mean_gap) > 0
 
 
 def test_point_masses_stay():
@@ -180,20 +185,22 @@ def test_point_masses_stay():
     auto.append(AutoNormal(pyro.poutine.block(hierarchical, expose=["z"]), init_scale=0.8))
     auto(torch.zeros(400))
     seen = Seen(auto)
-    found = sandwich(hierarchical, seen, torch.zeros(400), schedule=8, warmup=6, num_particles=2)
+    result = sandwich(hierarchical, seen, torch.zeros(400), schedule=8, warmup=6, num_particles=2)
     theta = auto[0].median()["theta"].detach()
     exact = dist.Normal(theta, math.sqrt(1.64)).log_prob(seen.data[-1])
-    assert found.given == ("theta",)
-    assert float((exact - found.lower[0]).mean()) > -0.05
-    assert float((found.upper[0] - exact).mean()) > -0.05
+    assert result.fixed_latents == ("theta",)
+    assert float((exact - result.lower[0]).mean()) > -0.05
+    assert float((result.upper[0] - exact).mean()) > -0.05
 
 
 def test_globals_drawn_once_stay():
     seen = Seen(hierarchical_guide)
-    found = sandwich(hierarchical, seen, torch.zeros(400), joint=False, schedule=8, num_particles=2)
-    assert found.lower.shape == (1, 400)
-    assert found.given == ("theta",)
-    assert 0 < float(found.mean_gap) < 0.3
+    result = sandwich(
+        hierarchical, seen, torch.zeros(400), joint=False, schedule=8, num_particles=2
+    )
+    assert result.lower.shape == (1, 400)
+    assert result.fixed_latents == ("theta",)
+    assert 0 < float(result.mean_gap) < 0.3
 
 
 def test_data_that_are_no_argument_are_given():
@@ -210,8 +217,8 @@ def test_data_that_are_no_argument_are_given():
 
     with pytest.raises(ValueError, match=r"site 'x', .* in none of them: .*to_args=lambda data: a"):
         sandwich(own_model, own_guide)
-    found = sandwich(own_model, own_guide, to_args=lambda data: (), warmup=6)
-    assert float(found.mean_gap) > 0
+    result = sandwich(own_model, own_guide, to_args=lambda data: (), warmup=6)
+    assert float(result.mean_gap) > 0
 
 
 def test_keyword_arguments_and_nested_ones_are_replaced():
@@ -220,9 +227,9 @@ def test_keyword_arguments_and_nested_ones_are_replaced():
 
     seen = Seen(guide)
     batch = {"x": torch.zeros(200)}
-    found = sandwich(wrapped(model), wrapped(seen), batch=batch, schedule=8, warmup=4)
+    result = sandwich(wrapped(model), wrapped(seen), batch=batch, schedule=8, warmup=4)
     assert float(seen.data[-1].std()) > 0.5
-    assert float(found.mean_gap) < 0.2
+    assert float(result.mean_gap) < 0.2
 
 
 def test_minibatches_come_with_their_arguments():
@@ -239,9 +246,9 @@ def test_minibatches_come_with_their_arguments():
             pyro.sample("z", dist.Normal(0.6 * x[index], 0.7))
 
     x = torch.zeros(200)
-    found = sandwich(sub_model, sub_guide, x, schedule=8, warmup=4)
-    assert found.lower.shape == (1, 50)
-    assert 0 < float(found.mean_gap) < 0.3
+    result = sandwich(sub_model, sub_guide, x, schedule=8, warmup=4)
+    assert result.lower.shape == (1, 50)
+    assert 0 < float(result.mean_gap) < 0.3
     index, seen = used[-1]
     assert int((seen != 0).sum()) == 50
     assert bool((seen[index] != 0).all())
@@ -250,8 +257,8 @@ def test_minibatches_come_with_their_arguments():
         return (torch.zeros(200).index_copy(0, used[0][0], data["x"]),)
 
     used.clear()
-    found = sandwich(sub_model, sub_guide, x, to_args=to_args, schedule=8, warmup=4)
-    assert 0 < float(found.mean_gap) < 0.3
+    result = sandwich(sub_model, sub_guide, x, to_args=to_args, schedule=8, warmup=4)
+    assert 0 < float(result.mean_gap) < 0.3
 
 
 def test_observations_that_are_views_are_replaced():
@@ -269,8 +276,8 @@ def test_observations_that_are_views_are_replaced():
             pyro.sample("z", dist.Normal(0.5 * series.mean(0), 0.6))
 
     series = torch.zeros(2, 100)
-    found = sandwich(rows, rows_guide, series, schedule=8, warmup=4)
-    assert 0 < float(found.mean_gap) < 0.3
+    result = sandwich(rows, rows_guide, series, schedule=8, warmup=4)
+    assert 0 < float(result.mean_gap) < 0.3
     assert float(seen[-1].std()) > 0.8
     assert not series.any()
 
@@ -329,9 +336,9 @@ def test_masked_data_have_no_gap():
     def masked(program):
         return pyro.poutine.mask(program, mask=mask)
 
-    found = sandwich(masked(model), masked(guide), torch.zeros(3), schedule=2, warmup=2)
-    assert float(found.gap[0, 1]) == 0
-    assert float(found.lower[0, 1]) == 0
+    result = sandwich(masked(model), masked(guide), torch.zeros(3), schedule=2, warmup=2)
+    assert float(result.gap[0, 1]) == 0
+    assert float(result.lower[0, 1]) == 0
 
 
 def test_it_prints_both_bounds():

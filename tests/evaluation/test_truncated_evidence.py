@@ -92,28 +92,28 @@ def fitted(model, num_states=4, num_steps=1, **options):
 @pytest.mark.parametrize("model", [binary, mixed])
 def test_the_evidence_is_that_of_the_states(model):
     guide = fitted(model)
-    found = log_evidence(model, guide)
-    assert torch.equal(found.bound, guide.posterior().free_energy)
-    assert torch.allclose(found.log_evidence, found.bound)
-    assert bool((found.log_evidence < exact(model)).all())
-    assert bool(found.pareto_k.isnan().all())
-    assert bool(found.doubtful.all())
-    assert found.plates == ("data",)
+    result = log_evidence(model, guide)
+    assert torch.equal(result.bound, guide.posterior().free_energy)
+    assert torch.allclose(result.log_evidence, result.bound)
+    assert bool((result.log_evidence < exact(model)).all())
+    assert bool(result.pareto_k.isnan().all())
+    assert bool(result.doubtful.all())
+    assert result.plates == ("data",)
     everything = TruncatedPosterior(model, num_states=32 if model is binary else 12)
-    found = log_evidence(model, everything)
-    assert torch.allclose(found.log_evidence, exact(model))
-    assert found.pareto_k.max() == -math.inf
-    assert not bool(found.doubtful.any())
+    result = log_evidence(model, everything)
+    assert torch.allclose(result.log_evidence, exact(model))
+    assert result.pareto_k.max() == -math.inf
+    assert not bool(result.doubtful.any())
 
 
 def test_models_with_truncated_posteriors_compare():
     pairs = {"binary": (binary, 32), "mixed": (mixed, 12), "few": (mixed, 4)}
-    found = compare_models(
+    result = compare_models(
         {n: (m, TruncatedPosterior(m, count)) for n, (m, count) in pairs.items()}
     )
-    value, _ = found.difference("binary", "mixed")
+    value, _ = result.difference("binary", "mixed")
     assert value == pytest.approx(float((exact(binary) - exact(mixed)).sum()))
-    assert found.doubtful == ["few"]
+    assert result.doubtful == ["few"]
 
 
 def test_what_cannot_be_estimated_is_refused():
@@ -142,19 +142,19 @@ def test_what_belongs_to_no_datum_is_shared():
         binary(x)
         pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
 
-    found = log_evidence(outside, TruncatedPosterior(outside, num_states=32))
-    assert torch.allclose(found.log_evidence, exact(binary))
-    assert torch.allclose(found.shared, dist.Normal(0.0, 1.0).log_prob(torch.zeros(())))
+    result = log_evidence(outside, TruncatedPosterior(outside, num_states=32))
+    assert torch.allclose(result.log_evidence, exact(binary))
+    assert torch.allclose(result.shared, dist.Normal(0.0, 1.0).log_prob(torch.zeros(())))
 
 
 def test_a_report_of_states():
     guide = fitted(binary)
-    found = report(binary, guide, num_particles=1000)
-    assert found.states == 4
-    assert "search on" in found.advice
-    assert not found.trusted
-    assert abs(found.prior.total - exact(binary).sum()) < 4 * found.prior.total_standard_error
-    assert found.misses == bool(found.prior.total - found.guide.total > 0.1)
+    result = report(binary, guide, num_particles=1000)
+    assert result.states == 4
+    assert "search on" in result.advice
+    assert not result.trusted
+    assert abs(result.prior.total - exact(binary).sum()) < 4 * result.prior.total_standard_error
+    assert result.misses == bool(result.prior.total - result.guide.total > 0.1)
     enough = report(binary, TruncatedPosterior(binary, num_states=32))
     assert "The 32 states of a datum are all of its posterior." in enough.advice
     assert enough.trusted
@@ -172,10 +172,10 @@ def test_a_mode_that_the_search_misses_is_found_from_the_prior():
     guide = TruncatedPosterior(twins, num_states=1)
     guide.posterior()
     guide.load_state_dict({n: torch.zeros_like(v) for n, v in guide.state_dict().items()})
-    found = report(twins, guide)
-    assert found.misses
-    assert "proposals=PriorDraws()" in found.advice
-    assert not report(twins, guide, look=False).misses
+    result = report(twins, guide)
+    assert result.misses
+    assert "proposals=PriorDraws()" in result.advice
+    assert not report(twins, guide, check_modes=False).misses
 
 
 def test_held_out_data_have_a_guide_of_their_own():
@@ -188,9 +188,9 @@ def test_held_out_data_have_a_guide_of_their_own():
     assert all(torch.equal(v, before[n]) for n, v in guide.state_dict().items())
     assert held.num_states == 4
     assert held.evolution is guide.evolution
-    found = log_evidence(binary, held, x)
+    result = log_evidence(binary, held, x)
     everything = TruncatedPosterior(binary, num_states=32).for_data(x, num_steps=0)
-    assert found.total < log_evidence(binary, everything, x).total
+    assert result.total < log_evidence(binary, everything, x).total
     with pytest.raises(ValueError, match=r"make their guide by guide\.for_data"):
         log_evidence(binary, guide, x)
     other = x.expand(4, 3).clone()
@@ -221,12 +221,12 @@ def test_an_evaluation_leaves_no_states_behind():
 
 def test_point_masses_that_all_data_share_are_given():
     guide = fitted(shifted, num_states=2, guide=holds_theta)
-    found = log_evidence(shifted, guide)
+    result = log_evidence(shifted, guide)
     on = math.log(0.3) + dist.Normal(2.4, 1.0).log_prob(X[:, 0])
     off = math.log(0.7) + dist.Normal(0.4, 1.0).log_prob(X[:, 0])
-    assert found.given == ("theta",)
-    assert torch.allclose(found.log_evidence, torch.logaddexp(on, off))
-    assert torch.allclose(found.shared, dist.Normal(0.0, 1.0).log_prob(torch.tensor(0.4)))
+    assert result.fixed_latents == ("theta",)
+    assert torch.allclose(result.log_evidence, torch.logaddexp(on, off))
+    assert torch.allclose(result.shared, dist.Normal(0.0, 1.0).log_prob(torch.tensor(0.4)))
 
 
 def test_batches_lie_side_by_side():
@@ -237,8 +237,8 @@ def test_batches_lie_side_by_side():
 
     guide = TruncatedPosterior(model, num_states=32)
     batches = [(X[i], i) for i in torch.arange(4).split(3)]
-    found = log_evidence_loader(model, guide, batches, num_particles=20, progress=False)
-    assert torch.allclose(found.log_evidence, exact(binary))
+    result = log_evidence_loader(model, guide, batches, num_particles=20, progress=False)
+    assert torch.allclose(result.log_evidence, exact(binary))
 
 
 def test_losses_of_states_compare():
@@ -253,10 +253,10 @@ def test_losses_of_states_compare():
     losses = {"all": TraceTruncated_ELBO(), "two": TraceTruncated_ELBO(num_gradient_states=2)}
     guide = TruncatedPosterior(model, num_states=4, proposals=PriorDraws(2))
     adam = pyro.optim.Adam({"lr": 0.05})
-    found = compare(
+    result = compare(
         model, guide, X, losses=losses, optim=adam, num_steps=3, num_checks=1, num_particles=50
     )
-    for copy in found.values():
+    for copy in result.values():
         assert not copy.failed
         assert len(copy.bounds) == 3
         assert float(copy.evidence.mean) >= float(copy.evidence.bound.mean())
@@ -274,6 +274,6 @@ def test_a_point_mass_alone_is_no_bound_and_is_refused(judge):
         with pytest.raises(ValueError, match=r"no bound on log p\(x\). Use a guide that draws"):
             judge(model, guide, X[:, 0])
     near = guide.laplace_approximation(X[:, 0])
-    found = log_evidence(model, near, X[:, 0], num_particles=2000)
+    result = log_evidence(model, near, X[:, 0], num_particles=2000)
     truth = dist.MultivariateNormal(torch.zeros(4), torch.eye(4) + 1.0).log_prob(X[:, 0])
-    assert abs(found.total - truth) < 4 * found.total_standard_error + 1e-6
+    assert abs(result.total - truth) < 4 * result.total_standard_error + 1e-6

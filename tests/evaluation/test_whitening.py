@@ -50,9 +50,12 @@ QUICK = (ConjugateGaussian, GammaPoisson, LinearGaussianChain)
 )
 def test_the_evidence_is_the_exact_one(kind):
     exact = kind()
-    found = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
-    error = (found.total - exact.log_evidence()).abs()
-    assert bool(error < 4 * found.total_standard_error + 1e-5), (found.total, exact.log_evidence())
+    result = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
+    error = (result.total - exact.log_evidence()).abs()
+    assert bool(error < 4 * result.total_standard_error + 1e-5), (
+        result.total,
+        exact.log_evidence(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +64,9 @@ def test_the_evidence_is_the_exact_one(kind):
 def test_padding_of_shorter_vectors_has_no_weight(kind):
     exact = kind()
     truth = exact.log_evidence_per_datum()
-    found = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
-    error = (found.log_evidence - truth).abs()
-    assert bool((error < 4 * found.standard_error + 1e-5).all()), (found.log_evidence, truth)
+    result = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
+    error = (result.log_evidence - truth).abs()
+    assert bool((error < 4 * result.standard_error + 1e-5).all()), (result.log_evidence, truth)
 
 
 # Standard deviations of a posterior in two directions that no coordinate follows.
@@ -120,21 +123,21 @@ def test_a_badly_scaled_posterior():
 @pytest.mark.slow
 def test_a_report_takes_white_coordinates_where_other_chains_leave_doubt():
     scales = Scales()
-    options = {"joint": True, "look": False, "seed": 0, "warmup": 10}
-    found = report(scales.model, scales.guide, num_particles=500, **options)
-    assert [chains.whitened for chains in found.chains] == [False, False, True]
-    assert float((found.evidence.total - scales.exact).abs()) < 0.1
-    assert "fitted normal, 40 steps" in str(found)
-    assert found.trusted
+    options = {"joint": True, "check_modes": False, "seed": 0, "warmup": 10}
+    result = report(scales.model, scales.guide, num_particles=500, **options)
+    assert [chains.whitened for chains in result.chains] == [False, False, True]
+    assert float((result.evidence.total - scales.exact).abs()) < 0.1
+    assert "fitted normal, 40 steps" in str(result)
+    assert result.trusted
 
 
 def test_chains_that_agree_for_their_wide_errors_are_not_believed(monkeypatch):
-    def climbed(found):
-        rungs = iter([found[0], *found])
+    def climbed(result):
+        rungs = iter([result[0], *result])
         monkeypatch.setattr("pyro_mcvae.evaluation.report.estimate", lambda *_: next(rungs))
         exact = ConjugateGaussian(N=5)
         exact.set_guide(log_s=-3.0)
-        every = report(exact.model, exact.guide, look=False, schedule=None, num_particles=5)
+        every = report(exact.model, exact.guide, check_modes=False, schedule=None, num_particles=5)
         return every.chains
 
     # As found on `Scales(dim=20)`, whose log evidence is -76.46.
@@ -156,27 +159,27 @@ def doubtful(value, error):
         plates=(),
         scale=1.0,
         shared=torch.zeros(()),
-        given=(),
+        fixed_latents=(),
     )
 
 
 @pytest.mark.slow
 def test_errors_in_white_coordinates_cover():
     scales = Scales()
-    found = [scales.judge(seed, "whitened") for seed in range(40)]
-    ratios = torch.stack([(f.total - scales.exact) / f.total_standard_error for f in found])
+    result = [scales.judge(seed, "whitened") for seed in range(40)]
+    ratios = torch.stack([(f.total - scales.exact) / f.total_standard_error for f in result])
     assert int((ratios.abs() < 2).sum()) >= 35
-    assert float(ratios.mean().abs()) < 4 / len(found) ** 0.5
-    weights = torch.stack([f.total - scales.exact for f in found]).exp()
-    assert float((weights.mean() - 1).abs()) < 4 * float(weights.std()) / len(found) ** 0.5
+    assert float(ratios.mean().abs()) < 4 / len(result) ** 0.5
+    weights = torch.stack([f.total - scales.exact for f in result]).exp()
+    assert float((weights.mean() - 1).abs()) < 4 * float(weights.std()) / len(result) ** 0.5
 
 
 @pytest.mark.parametrize("kernel", [MALA(), RandomWalk()], ids=["mala", "random-walk"])
 def test_other_kernels_find_white_coordinates_too(kernel):
     exact = ConjugateGaussian(N=20)
-    found = log_evidence(exact.model, exact.guide, kernel=kernel, seed=0, **WHITE)
-    error = (found.total - exact.log_evidence()).abs()
-    assert bool(error < 4 * found.total_standard_error)
+    result = log_evidence(exact.model, exact.guide, kernel=kernel, seed=0, **WHITE)
+    error = (result.total - exact.log_evidence()).abs()
+    assert bool(error < 4 * result.total_standard_error)
 
 
 def test_masked_latents_stay_where_they_are():
@@ -191,9 +194,9 @@ def test_masked_latents_stay_where_they_are():
         with pyro.plate("data", 3), pyro.poutine.mask(mask=seen):
             pyro.sample("z", dist.Normal(x.unsqueeze(-1) / 3, 0.4).expand([3, 2]).to_event(1))
 
-    found = log_evidence(model, guide, seed=0, **WHITE)
+    result = log_evidence(model, guide, seed=0, **WHITE)
     exact = dist.Normal(0.0, 3**0.5).log_prob(x) * seen
-    assert bool(((found.log_evidence - exact).abs() < 4 * found.standard_error + 1e-5).all())
+    assert bool(((result.log_evidence - exact).abs() < 4 * result.standard_error + 1e-5).all())
 
 
 def test_draws_and_sandwiches_in_white_coordinates():
@@ -216,8 +219,8 @@ def test_draws_and_sandwiches_in_white_coordinates():
     exact = ConjugateGaussian(N=50)
     options = WHITE | {"num_particles": 50, "to_args": lambda data: ()}
     # They find simulated data whose guide stays where it is, unlike chains from its draws.
-    found = sandwich(exact.model, exact.guide, seed=0, **options)
-    assert -0.02 < float(found.mean_gap) < 0.1
+    result = sandwich(exact.model, exact.guide, seed=0, **options)
+    assert -0.02 < float(result.mean_gap) < 0.1
 
 
 def test_autocast_around_a_judge_leaves_the_map_alone():
@@ -231,10 +234,10 @@ def test_autocast_around_a_judge_leaves_the_map_alone():
         pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
 
     options = {"schedule": 3, "num_particles": 40, "warmup": 3, "seed": 0}
-    found = log_evidence(model, guide, coordinates="whitened", **options)
+    result = log_evidence(model, guide, coordinates="whitened", **options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         other = log_evidence(model, guide, coordinates="whitened", **options)
-    assert torch.equal(found.log_evidence, other.log_evidence)
+    assert torch.equal(result.log_evidence, other.log_evidence)
 
 
 def test_discrete_latents_and_no_warm_up_are_refused():

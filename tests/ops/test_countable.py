@@ -67,10 +67,10 @@ def test_the_mean_of_the_estimate_is_the_expectation(pair, options):
     summed = value[:, 0][~sampled[:, 0]]
     assert not torch.isin(value[sampled & (weight > 0)], summed).any()
     for f in (lambda v: v, lambda v: (0.7 * v).sin()):
-        found = (weight * f(value)).sum(0)
+        result = (weight * f(value)).sum(0)
         counts = torch.arange(3000.0)
         truth = (torch.as_tensor(exact.pmf(counts)) * f(counts)).sum()
-        assert abs(found.mean() - truth) < 5 * found.std() / 1_500**0.5 + 1e-9
+        assert abs(result.mean() - truth) < 5 * result.std() / 1_500**0.5 + 1e-9
 
 
 def test_draws_from_the_complement_follow_the_law(pair):
@@ -81,9 +81,9 @@ def test_draws_from_the_complement_follow_the_law(pair):
     counts = torch.arange(3000.0)
     pmf = torch.as_tensor(exact.pmf(counts)).index_fill(0, window.long(), 0.0)
     pmf = pmf / pmf.sum()
-    found = torch.bincount(draws.long(), minlength=3000) / 2_000
+    result = torch.bincount(draws.long(), minlength=3000) / 2_000
     error = (pmf * (1 - pmf) / 2_000).sqrt()
-    assert (abs(found - pmf) < 5 * error + 2 / 2_000).all()
+    assert (abs(result - pmf) < 5 * error + 2 / 2_000).all()
 
 
 def test_incomplete_beta():

@@ -88,10 +88,10 @@ def test_effective_sample_size_has_its_exact_values(shift, dtype):
         ],
         dtype=dtype,
     ).T
-    found = effective_sample_size(columns + shift)
+    result = effective_sample_size(columns + shift)
     # log 2 itself is rounded where 1e4 is added to it.
-    assert torch.allclose(found, torch.tensor([3.0, 1.0, 2.0, 16 / 6], dtype=dtype), atol=2e-3)
-    exact = found[:3] - torch.tensor([3.0, 1.0, 2.0], dtype=dtype)
+    assert torch.allclose(result, torch.tensor([3.0, 1.0, 2.0, 16 / 6], dtype=dtype), atol=2e-3)
+    exact = result[:3] - torch.tensor([3.0, 1.0, 2.0], dtype=dtype)
     assert (exact.abs() < 1e-5).all()
 
 
@@ -105,17 +105,17 @@ def test_effective_sample_size_is_one_over_the_sum_of_squared_weights(dim):
 @pytest.mark.parametrize("num_particles", [2, 3, 4, 5, 6])
 def test_leave_one_out_signal_is_its_definition(num_particles):
     log_weight = 3 * torch.randn(num_particles, 2, 3)
-    found = leave_one_out_signal(log_weight)
-    assert found.shape == log_weight.shape
+    result = leave_one_out_signal(log_weight)
+    assert result.shape == log_weight.shape
     for i, j in itertools.product(range(2), range(3)):
         expected = leave_one_out_by_definition(log_weight[:, i, j].tolist())
-        assert torch.allclose(found[:, i, j], torch.tensor(expected))
+        assert torch.allclose(result[:, i, j], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("column", WITH_ZEROS, ids=str)
 def test_leave_one_out_signal_is_its_definition_with_weights_of_zero(column):
-    found = leave_one_out_signal(torch.tensor(column))
-    assert torch.allclose(found, torch.tensor(leave_one_out_by_definition(column)))
+    result = leave_one_out_signal(torch.tensor(column))
+    assert torch.allclose(result, torch.tensor(leave_one_out_by_definition(column)))
 
 
 @pytest.mark.parametrize("others", [[-5.0, -6.0], [1.0, -INF], [400.0, -3.0], [-1e4, 1e4]])
@@ -132,10 +132,10 @@ def test_leave_one_out_baseline_does_not_depend_on_the_particle_left_out(others,
 
 def test_leave_one_out_signal_of_huge_weights_in_single_precision():
     for column in ([1e4, 9.999e3, -1e4], [-1e4, -1e4, -1e4], [1e4, 0.0, 1e4 - 3.0]):
-        found = leave_one_out_signal(torch.tensor(column, dtype=torch.float32))
-        assert found.dtype == torch.float32
+        result = leave_one_out_signal(torch.tensor(column, dtype=torch.float32))
+        assert result.dtype == torch.float32
         expected = torch.tensor(leave_one_out_by_definition(column), dtype=torch.float32)
-        assert torch.allclose(found, expected, rtol=1e-5, atol=4e-3)
+        assert torch.allclose(result, expected, rtol=1e-5, atol=4e-3)
 
 
 def test_one_particle_cannot_be_left_out():

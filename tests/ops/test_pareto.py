@@ -35,9 +35,9 @@ def test_k_is_that_of_arviz(kind, count):
 def test_the_fit_is_that_of_pyro(count):
     log_weight = log_weights(count, "pareto")
     top = log_weight.topk(tail_length(count) + 1, dim=0).values.exp()
-    found = pareto_k(log_weight)
+    result = pareto_k(log_weight)
     for i in range(6):
-        assert abs(float(found[i]) - pyro_fit(top[:-1, i] - top[-1, i])[0]) < 1e-6
+        assert abs(float(result[i]) - pyro_fit(top[:-1, i] - top[-1, i])[0]) < 1e-6
 
 
 def test_k_of_pareto_weights_is_their_shape():

@@ -49,10 +49,10 @@ def test_draws_follow_the_law_of_the_complement(options):
     summed = index[:, 0][~slots.sampled[:, 0]]
     rest = joint.index_fill(0, summed, 0.0)
     last = index[-1]
-    found = torch.bincount(last, minlength=len(rest)) / len(last)
+    result = torch.bincount(last, minlength=len(rest)) / len(last)
     rest = rest / rest.sum()
     error = (rest * (1 - rest) / len(last)).sqrt()
-    assert (abs(found - rest) < 5 * error + 1e-4).all()
+    assert (abs(result - rest) < 5 * error + 1e-4).all()
 
 
 def test_the_mean_is_that_of_the_listed_product():
@@ -61,9 +61,9 @@ def test_the_mean_is_that_of_the_listed_product():
     joint = listed(log_p)[0]
     many = log_p.expand(4_000, -1, -1)
     for slots in (product_slots(many, 2, 2), product_slots(many, 0, 0, 3)):
-        found = (slots.weight * f[number(slots.index)]).sum(0)
-        error = found.std() / len(found) ** 0.5
-        assert abs(found.mean() - (joint.exp() * f).sum()) < 5 * error
+        result = (slots.weight * f[number(slots.index)]).sum(0)
+        error = result.std() / len(result) ** 0.5
+        assert abs(result.mean() - (joint.exp() * f).sum()) < 5 * error
     same = top_k_slots(joint.expand(4_000, -1), 2, 2).weight
     torch.testing.assert_close(same[:, 0], product_slots(many, 2, 2).weight[:, 0])
 

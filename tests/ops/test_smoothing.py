@@ -56,9 +56,9 @@ def test_values_and_gradients_stay(name):
     widths = kinks(f, z)
     assert widths
     with smoothed(widths):
-        found = f(z)
-    assert torch.equal(found, f(z))
-    pairs = (torch.autograd.grad(v.sum(), z)[0] for v in (found, f(z)))
+        result = f(z)
+    assert torch.equal(result, f(z))
+    pairs = (torch.autograd.grad(v.sum(), z)[0] for v in (result, f(z)))
     assert torch.allclose(*pairs, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_the_integral_of_its_derivative_is_the_change_of_a_drift(name):
 @operations
 def test_far_from_its_kinks_a_drift_is_the_gradient(name):
     f, z = function(name), torch.randn(500, 4, requires_grad=True)
-    widths = {place: tuple(w and w / 1e4 for w in found) for place, found in kinks(f, z).items()}
+    widths = {place: tuple(w and w / 1e4 for w in result) for place, result in kinks(f, z).items()}
     exact = torch.autograd.grad(f(z).sum(), z)[0]
     near = (drift(f, z, widths) - exact).abs().amax(-1) > 1e-6
     assert near.double().mean() < 0.05
@@ -97,10 +97,10 @@ def test_one_by_one_under_vmap(name):
     widths = kinks(torch.vmap(f), z)
     assert widths.keys() == kinks(f, z).keys()
     expected = drift(f, z, widths)
-    found = drift(torch.vmap(f), z, widths)
-    assert torch.allclose(found, expected)
+    result = drift(torch.vmap(f), z, widths)
+    assert torch.allclose(result, expected)
     u = torch.randn(20, 4)
-    pairs = (torch.autograd.grad((d * u).sum(), z)[0] for d in (found, expected))
+    pairs = (torch.autograd.grad((d * u).sum(), z)[0] for d in (result, expected))
     assert torch.allclose(*pairs)
 
 

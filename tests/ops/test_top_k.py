@@ -53,8 +53,8 @@ def test_the_mean_of_the_estimate_is_the_sum(k):
     log_q = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     f = torch.tensor([1.0, -2.0, 4.0, 30.0])
     slots = top_k_slots(log_q.expand(40_000, 4), k, 2)
-    found = (slots.weight * f[slots.index]).sum(0)
-    assert abs(found.mean() - (log_q.exp() * f).sum()) < 5 * found.std() / 200 + 1e-12
+    result = (slots.weight * f[slots.index]).sum(0)
+    assert abs(result.mean() - (log_q.exp() * f).sum()) < 5 * result.std() / 200 + 1e-12
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -68,8 +68,8 @@ def test_proposition_1(k):
     exact = q[k:].sum() ** 2 * (inside @ g[k:] ** 2 - (inside @ g[k:]) ** 2).sum()
     assert exact <= q[k:].sum() * variance
     slots = top_k_slots(log_q.expand(100_000, 4), k, 1)
-    found = (slots.weight.unsqueeze(-1) * g[slots.index]).sum(0).var(0).sum()
-    assert math.isclose(found, exact, rel_tol=0.05, abs_tol=1e-12)
+    result = (slots.weight.unsqueeze(-1) * g[slots.index]).sum(0).var(0).sum()
+    assert math.isclose(result, exact, rel_tol=0.05, abs_tol=1e-12)
 
 
 @given(st.lists(st.floats(-6, 6), min_size=2, max_size=8), st.integers(1, 8))

@@ -21,12 +21,12 @@ def only(monkeypatch, *modes):
 def draws_of(sample):
     """The particles' draws of the local sites, as leaves of the graph."""
     shared = sample.structure.global_sites.guide
-    found = {}
+    result = {}
     for name, site in sample.runs[0].guide_trace.nodes.items():
         if is_random(site) and name not in shared:
             smooth = site["value"].is_floating_point()
-            found[name] = site["value"].detach().clone().requires_grad_(smooth), site
-    return found
+            result[name] = site["value"].detach().clone().requires_grad_(smooth), site
+    return result
 
 
 def one(leaf, site, k, nesting):
@@ -39,10 +39,10 @@ def one(leaf, site, k, nesting):
 def gradients(log_weight, leaves):
     weights = torch.linspace(0.5, 1.5, log_weight.numel()).reshape(log_weight.shape)
     inputs = [t for t in leaves if t.requires_grad]
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         (weights * log_weight).sum(), inputs, allow_unused=True, retain_graph=True
     )
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, result, strict=True)]
 
 
 def check_way(model, guide, args=(), mode=None, vectorize=None, **options):
@@ -78,7 +78,7 @@ def check_way(model, guide, args=(), mode=None, vectorize=None, **options):
     modules = [p for m in (model, guide) if isinstance(m, torch.nn.Module) for p in m.parameters()]
     params = [p for _, p in pyro.get_param_store().named_parameters()] + modules
     leaves = [leaf for leaf, _ in draws.values()] + params
-    found, expected = (gradients(s.log_weight, leaves) for s in (together, apart))
-    torch.testing.assert_close(found, expected)
-    assert any(bool(g.abs().sum() > 0) for g in found) or not found
+    result, expected = (gradients(s.log_weight, leaves) for s in (together, apart))
+    torch.testing.assert_close(result, expected)
+    assert any(bool(g.abs().sum() > 0) for g in result) or not result
     return chosen

@@ -246,8 +246,8 @@ def test_noise_apart_from_sites_is_each_particles_own(where):
     assert sampler.runner.mode(pair) in (Mode.MAPPED, Mode.BOTH_MAPPED)
     likelihood = next(t.log_prob for t in sample.runs[0].terms if t.key.name == "x")
     # Of log N(0 | noise, 1) with standard normal noise.
-    found = likelihood.reshape(2000, 4).std(0)
-    assert torch.allclose(found, torch.full((4,), 0.5).sqrt(), rtol=0.15)
+    result = likelihood.reshape(2000, 4).std(0)
+    assert torch.allclose(result, torch.full((4,), 0.5).sqrt(), rtol=0.15)
 
 
 def test_parameters_that_begin_with_noise_are_those_of_one_particle(monkeypatch):
@@ -307,13 +307,13 @@ def test_flattened_particles_have_the_statistics_of_their_own_batches(trained_be
     norm.train(trained_before)
     elbo.loss(model, guide)
     norm.train()
-    found = []
+    result = []
     for one in (elbo, loop):
         one.loss(model, guide)  # finds the way out
         pyro.set_rng_seed(0)
-        found.append(torch.tensor([one.loss(model, guide) for _ in range(5)]))
+        result.append(torch.tensor([one.loss(model, guide) for _ in range(5)]))
     # All particles in one batch have 3.0, each in its own 0.04.
-    assert torch.equal(*found)
+    assert torch.equal(*result)
 
 
 def test_each_training_mode_of_a_module_that_is_held_has_its_way():
@@ -332,11 +332,11 @@ def test_each_training_mode_of_a_module_that_is_held_has_its_way():
     drop.eval()
     loss.loss(model, guide)
     drop.train()
-    found = []
+    result = []
     for elbo in (loss, TraceIWAE_ELBO(5)):
         pyro.set_rng_seed(3)
-        found.append(elbo.loss(model, guide))
-    assert found[0] == found[1]
+        result.append(elbo.loss(model, guide))
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize(
@@ -354,11 +354,11 @@ def test_finding_a_way_does_not_change_what_a_seed_gives(make):
         with pyro.plate("data", 9):
             pyro.sample("z", dist.Normal(x[:, :2], 1.0).to_event(1))
 
-    loss, found = make(), []
+    loss, result = make(), []
     for _ in range(3):
         pyro.set_rng_seed(7)
-        found.append(loss.loss(model, guide))
-    assert found[0] == found[1] == found[2]
+        result.append(loss.loss(model, guide))
+    assert result[0] == result[1] == result[2]
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_states_of_a_model_that_does_not_broadcast_are_mapped():
         losses.append(elbo.loss(model, TruncatedPosterior(model, 8)))
     right, _ = bits(-1)
     losses.append(TraceTruncated_ELBO().loss(right, TruncatedPosterior(right, 8)))
-    assert all(math.isclose(found, losses[-1], rel_tol=1e-9) for found in losses)
+    assert all(math.isclose(result, losses[-1], rel_tol=1e-9) for result in losses)
 
 
 def test_slots_of_particles_are_mapped():
@@ -461,11 +461,11 @@ def test_a_mapped_step_is_recorded():
     plain, recorded = (TraceSIS_ELBO(2, ULA(0.05), num_particles=3) for _ in range(2))
     recorded = CompiledELBO(recorded, backend="eager")
     for seed in range(3):
-        found = []
+        result = []
         for elbo in (plain, recorded):
             pyro.set_rng_seed(seed)
-            found.append(elbo.loss_and_grads(model, guide))
-        assert math.isclose(*found, rel_tol=1e-9)
+            result.append(elbo.loss_and_grads(model, guide))
+        assert math.isclose(*result, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO])
@@ -486,14 +486,14 @@ def test_programs_may_rely_on_the_particles_that_they_were_promised(make):
             assert not told or p.shape == (10, 1, 2)
 
     loss = make(num_particles=10, vectorize_particles=True, max_plate_nesting=2)
-    found = []
+    result = []
     for told in (True, False):
         pyro.set_rng_seed(0)
         value = loss.loss_and_grads(model, guide, told)
         grad = pyro.param("a").grad
-        found.append((value, grad.item()))
+        result.append((value, grad.item()))
         grad.zero_()
-    assert found[0] == found[1]
+    assert result[0] == result[1]
     with pytest.raises(AssertionError):
         make(num_particles=10, max_plate_nesting=2).loss_and_grads(model, guide, True)
 
@@ -529,6 +529,6 @@ def test_judges_run_what_losses_run(program, caplog):
     log_p = log_p + dist.Normal(0.0, 1.0).log_prob(w).sum(-1)
     exact = log_p.logsumexp(0) + 2 * (axis[1] - axis[0]).log()
     with caplog.at_level(logging.INFO):
-        found = log_evidence(model, guide, x, y, num_particles=20_000, seed=0)
-    assert abs(found.total - exact) < 5 * found.total_standard_error
+        result = log_evidence(model, guide, x, y, num_particles=20_000, seed=0)
+    assert abs(result.total - exact) < 5 * result.total_standard_error
     assert "one by one" not in caplog.text

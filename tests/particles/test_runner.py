@@ -15,7 +15,7 @@ from pyro_mcvae.checks import vectorization as run_checks
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure import independence
+from pyro_mcvae.structure import interventions
 
 alone = pytest.mark.usefixtures("leading_dims_only")
 GROUP = torch.tensor([0, 0, 1, 1])
@@ -50,8 +50,8 @@ def test_a_judge_does_not_take_particles_for_groups_of_which_there_are_as_many()
     # Of four draws it took the first two for the groups' means.
     with pytest.raises(RuntimeError, match=r"\d vectorised particles.*index from the right"):
         log_evidence(*grouped(wrong), num_particles=4, vectorize_particles=True)
-    found = log_evidence(*grouped(right), num_particles=4)
-    assert bool(torch.as_tensor(found.log_evidence).isfinite().all())
+    result = log_evidence(*grouped(right), num_particles=4)
+    assert bool(torch.as_tensor(result.log_evidence).isfinite().all())
 
 
 @alone
@@ -126,7 +126,7 @@ def test_a_fault_of_the_comparison_is_no_reason_to_pass(monkeypatch):
 
 
 def test_a_fault_of_the_search_for_dependent_elements_is_no_reason_to_pass(monkeypatch):
-    monkeypatch.setattr(independence, "differing", failing)
+    monkeypatch.setattr(interventions, "differing", failing)
     with pytest.raises(GuardFaultError):
         TraceIWAE_ELBO(2).loss(*sized(lambda z: z), 5)
 
@@ -174,10 +174,10 @@ def points(guide_size, in_plate):
 def test_programs_without_leading_dims_are_looked_at_for_each_pair(make, guide_size, in_plate):
     elbo = make()
     elbo.loss(*points(3, False))
-    found = pytest.raises(ValueError, match="shapes disagree at site 'z'")
+    result = pytest.raises(ValueError, match="shapes disagree at site 'z'")
     if in_plate:
-        found = pytest.warns(UserWarning, match="plate statements in guide but not model")
-    with found:
+        result = pytest.warns(UserWarning, match="plate statements in guide but not model")
+    with result:
         elbo.loss(*points(guide_size, in_plate))
 
 

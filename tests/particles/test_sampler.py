@@ -219,26 +219,26 @@ def test_independent_particles_draw_global_latents_too(vectorize):
 def test_a_seed_gives_the_same_draws_in_the_first_step_and_later(name, vectorize, nesting):
     example = EXAMPLES[name]()
     fresh = sampler(vectorize, example.nesting if nesting == "given" else INF, find_roots=True)
-    found = []
+    result = []
     for _ in range(3):
         pyro.set_rng_seed(5)
         sample = fresh.sample(example.programs)
-        found.append((sample.log_weight, torch.rand(())))
-    for log_weight, after in found[1:]:
-        assert torch.equal(log_weight, found[0][0])
-        assert torch.equal(after, found[0][1])
+        result.append((sample.log_weight, torch.rand(())))
+    for log_weight, after in result[1:]:
+        assert torch.equal(log_weight, result[0][0])
+        assert torch.equal(after, result[0][1])
 
 
 @in_turn(name=["hierarchical", "subsampled", "two-plates"], vectorize=[False, True])
 def test_a_seed_gives_the_same_coordinates_in_the_first_step_and_later(name, vectorize):
     example = EXAMPLES[name]()
     fresh = sampler(vectorize, find_roots=True)
-    found = []
+    result = []
     for _ in range(2):
         pyro.set_rng_seed(5)
-        found.append(LogWeight(fresh, example.programs))
-    assert torch.equal(found[0].coordinates, found[1].coordinates)
-    assert torch.equal(found[0].first.log_weight, found[1].first.log_weight)
+        result.append(LogWeight(fresh, example.programs))
+    assert torch.equal(result[0].coordinates, result[1].coordinates)
+    assert torch.equal(result[0].first.log_weight, result[1].first.log_weight)
 
 
 def plated(*sizes, automatic=False):

@@ -21,7 +21,7 @@ from tests.params import in_turn
 OBJECTIVES = {
     "sgvb": TraceSGVB_ELBO,
     "iwae": lambda: TraceIWAE_ELBO(3),
-    "vimco": lambda: TraceIWAE_ELBO(3, "vimco"),
+    "vimco": lambda: TraceIWAE_ELBO(3, gradient_estimator="vimco"),
     "sis": lambda: TraceSIS_ELBO(2),
     "ais": lambda: TraceAIS_ELBO(2),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
@@ -85,9 +85,9 @@ def test_of_integers_that_have_no_gradient(make):
             pyro.sample("y", dist.Categorical(logits=logits))
 
     make().loss_and_grads(model, guide, torch.randn(20))
-    found = pyro.get_param_store()._params["table"].grad
-    assert found is not None
-    assert (found != 0).all()
+    result = pyro.get_param_store()._params["table"].grad
+    assert result is not None
+    assert (result != 0).all()
 
 
 def test_nothing_is_left_behind():

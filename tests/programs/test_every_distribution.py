@@ -242,8 +242,8 @@ def test_density_draws_and_pathwise_gradient_agree(name):
             h = statistic(still, fn)
             parts = [statistic(z, fn).mean(), ((h - h.mean()) * log_q).mean() * 1000 / 999]
             for kept, part in zip((through, score), parts, strict=True):
-                found = torch.autograd.grad(part, [a, b], retain_graph=True, allow_unused=True)
-                kept.append(torch.stack([one(0.0) if g is None else g for g in found]))
+                result = torch.autograd.grad(part, [a, b], retain_graph=True, allow_unused=True)
+                kept.append(torch.stack([one(0.0) if g is None else g for g in result]))
             weights.append((other.log_prob(still) - log_q.detach()).exp().mean())
     assert_mean(torch.stack(weights), one(1.0))
     assert_mean(torch.stack(through) - torch.stack(score), one(0.0))

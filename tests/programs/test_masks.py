@@ -29,19 +29,19 @@ def site(fn, mask=None):
     ],
 )
 def test_an_entry_counts_where_every_mask_leaves_it(fn, mask, expected):
-    found = counted_values(site(fn, mask))
+    result = counted_values(site(fn, mask))
     if expected is None:
-        assert found is None
+        assert result is None
     else:
-        assert torch.equal(*torch.broadcast_tensors(found, expected.expand(3, 2)))
+        assert torch.equal(*torch.broadcast_tensors(result, expected.expand(3, 2)))
 
 
 @pytest.mark.parametrize("events", [0, 1, 2])
 def test_the_density_under_another_mask_is_the_sum_of_the_entries_that_it_leaves(events):
     masked = BASE.mask(~EACH).to_event(events).mask(torch.tensor(False))
     value, dims = BASE.sample(), tuple(range(2 - events, 2))
-    counted, found = BASE.log_prob(value) * EACH, with_mask(masked, EACH).log_prob(value)
-    assert torch.allclose(found, counted.sum(dims) if events else counted)
+    counted, result = BASE.log_prob(value) * EACH, with_mask(masked, EACH).log_prob(value)
+    assert torch.allclose(result, counted.sum(dims) if events else counted)
     total = with_mask(masked, None).log_prob(value).sum()
     assert torch.allclose(total, BASE.log_prob(value).sum())
 
@@ -49,8 +49,8 @@ def test_the_density_under_another_mask_is_the_sum_of_the_entries_that_it_leaves
 def test_an_event_with_one_density_has_one_mask():
     fn = dist.MultivariateNormal(torch.zeros(3, 2), torch.eye(2))
     assert with_mask(fn, EACH) is None
-    found = with_mask(fn, ROWS[:, None].expand(3, 2))
-    assert torch.equal(found.log_prob(torch.zeros(3, 2)) != 0, ROWS)
+    result = with_mask(fn, ROWS[:, None].expand(3, 2))
+    assert torch.equal(result.log_prob(torch.zeros(3, 2)) != 0, ROWS)
 
 
 @pytest.mark.parametrize(

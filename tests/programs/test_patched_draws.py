@@ -85,8 +85,8 @@ def test_the_means_of_two_angles(name):
         lambda x: (x[..., 0] - x[..., 1]).cos(),
         lambda x: (2 * x[..., 0] + x[..., 1]).cos(),
     ):
-        found = value(grid)
-        exact = (weight.reshape(weight.shape + (1,) * (found.dim() - 2)) * found).sum(0)
+        result = value(grid)
+        exact = (weight.reshape(weight.shape + (1,) * (result.dim() - 2)) * result).sum(0)
         assert_mean(value(drawn), exact)
 
 
@@ -127,11 +127,11 @@ def test_the_gradient_of_a_mean_over_a_mixture(shared, size, wrap):
 
     exact = logits.softmax(-1) @ (value(locs) + (form.diagonal() * scales.square()).sum(-1))
     pyro.set_rng_seed(0)
-    found = []
+    result = []
     for _ in range(25):
         z = patched(WRAPPED[wrap](kind(*parameters))).rsample()
-        found.append(gradient(value(z).mean(), parameters))
-    assert_mean(torch.stack(found), gradient(exact, parameters))
+        result.append(gradient(value(z).mean(), parameters))
+    assert_mean(torch.stack(result), gradient(exact, parameters))
 
 
 def test_guides_draw_mixtures_so():

@@ -114,11 +114,11 @@ def assert_same(first, second):
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_the_bound_is_that_of_outputs_cast_by_hand(name):
     make = CONTINUOUS[name]
-    found = bounds_and_gradients(VAE(by_hand=False), make)
-    assert_same(found, bounds_and_gradients(VAE(by_hand=True), make))
-    assert found[0].min() < -300  # where bfloat16 has steps of two nats
+    result = bounds_and_gradients(VAE(by_hand=False), make)
+    assert_same(result, bounds_and_gradients(VAE(by_hand=True), make))
+    assert result[0].min() < -300  # where bfloat16 has steps of two nats
     if name != "ais":  # of which a move that rounding has rejected goes another way
-        assert_the_networks_rounding(found[0], make)
+        assert_the_networks_rounding(result[0], make)
 
 
 # Elsewhere PyTorch's own draws multiply matrices under autocast.
@@ -128,17 +128,17 @@ def test_the_bound_is_that_of_outputs_cast_by_hand(name):
 )
 def test_autocast_around_the_loss_is_autocast_in_the_networks(name, multivariate):
     make = CONTINUOUS[name]
-    found = bounds_and_gradients(VAE(False, multivariate), make, around=True)
-    assert_same(found, bounds_and_gradients(VAE(True, multivariate), make))
+    result = bounds_and_gradients(VAE(False, multivariate), make, around=True)
+    assert_same(result, bounds_and_gradients(VAE(True, multivariate), make))
 
 
-def assert_the_networks_rounding(found, make):
+def assert_the_networks_rounding(result, make):
     """Against float64, with the networks' weights and the noise of the same values."""
     exact = VAE(by_hand=False)
     for network in (exact.encoder, exact.decoder):
         network.forward = network.layers.forward
     single = bounds_and_gradients(exact, make)[0]
-    error = (found - single).abs() / single.abs()
+    error = (result - single).abs() / single.abs()
     # The rounding unit is 2^-9; errors of the outputs average out over the pixels.
     assert error.max() < 2**-9
     assert error.max() > 0
@@ -164,7 +164,7 @@ def discrete(by_hand):
 
 @pytest.mark.parametrize("name", ["rb", "rb-exact", "iwae", "truncated"])
 def test_discrete_objectives_too(name):
-    found = []
+    result = []
     for by_hand in (False, True):
         model, guide = discrete(by_hand)
         if name == "truncated":
@@ -176,10 +176,10 @@ def test_discrete_objectives_too(name):
             "truncated": lambda: TraceTruncated_ELBO(),
         }[name]
         pyro.set_rng_seed(5)
-        found.append(make().bounds(model, guide).per_datum)
-    assert found[0].dtype == torch.float32
+        result.append(make().bounds(model, guide).per_datum)
+    assert result[0].dtype == torch.float32
     # The guide's own logits have been rounded once more, by the distribution.
-    assert torch.allclose(*found, rtol=1e-6 if name == "truncated" else 1e-3)
+    assert torch.allclose(*result, rtol=1e-6 if name == "truncated" else 1e-3)
 
 
 @pytest.mark.parametrize("mutation", [InformedFlips(), UniformFlips()], ids=["informed", "uniform"])
@@ -193,7 +193,7 @@ def test_a_search_under_autocast_leaves_gradients(mutation):
             pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=x)
 
     def gradient(**autocast):
-        guide = TruncatedPosterior(model, 8, EvolutionaryUpdate(mutation=mutation))
+        guide = TruncatedPosterior(model, 8, evolution=EvolutionaryUpdate(mutation=mutation))
         pyro.set_rng_seed(5)
         with torch.autocast("cpu", torch.bfloat16, **autocast):
             loss = TraceTruncated_ELBO().differentiable_loss(model, guide)
@@ -286,16 +286,16 @@ def half(by_hand):
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_networks_in_half_precision_throughout_get_draws_of_theirs(name):
-    found = []
+    result = []
     for by_hand in (False, True):
         model, guide, parameters = half(by_hand)
         pyro.set_rng_seed(2)
         loss = CONTINUOUS[name]().differentiable_loss(model, guide)
         loss.backward()
         assert loss.dtype == torch.float32
-        found.append((loss, [p.grad for p in parameters]))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
+        result.append((loss, [p.grad for p in parameters]))
+    torch.testing.assert_close(result[0][0], result[1][0], rtol=1e-6, atol=0)
+    for one, other in zip(result[0][1], result[1][1], strict=True):
         # A chain's passes through the networks add up in bfloat16; the terms of the decisions to
         # accept are of hundreds, of either sign.
         least = 512 if name == "ais" else 0

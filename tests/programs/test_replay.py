@@ -192,7 +192,7 @@ def test_the_very_same_observation_is_not_validated_again(monkeypatch):
     )
     before = len(seen)
     assert before == 1
-    found = log_weight(log_weight.coordinates)
+    result = log_weight(log_weight.coordinates)
     assert len(seen) == before
-    fn = found.sample.runs[0].model_trace.nodes["x"]["fn"]
+    fn = result.sample.runs[0].model_trace.nodes["x"]["fn"]
     assert fn._validate_args  # and is as it was

@@ -107,8 +107,8 @@ def test_gradient_is_the_closed_form(way, loss):
 
 
 def test_particles_of_one_logarithm_have_the_path_and_the_score():
-    found = gradients(TraceIWAE_ELBO(1), *programs("to_event"))
-    assert_mean(found, exact_gradient())
+    result = gradients(TraceIWAE_ELBO(1), *programs("to_event"))
+    assert_mean(result, exact_gradient())
 
 
 @in_turn(
@@ -127,7 +127,9 @@ def test_nor_can_monte_carlo_em():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "way"), [(ULA(0.02), "as it is"), (HMC(0.2, 2), "both")], ids=["sis", "ais"]
+    ("kernel", "way"),
+    [(ULA(0.02), "as it is"), (HMC(0.2, num_leapfrog=2), "both")],
+    ids=["sis", "ais"],
 )
 def test_chains_weigh_and_judge_it(way, kernel):
     model, guide = programs(way)

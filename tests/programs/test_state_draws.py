@@ -39,19 +39,19 @@ def masked_chain():
 def exact(model, sites):
     """The probability of each combination of values, by Bayes' rule."""
     supports = [list(s["fn"].enumerate_support(expand=False)) for s in sites.values()]
-    found = []
+    result = []
     for values in itertools.product(*supports):
         with poutine.condition(data=dict(zip(sites, values, strict=True))):
             trace = poutine.trace(model).get_trace()
         # A mask takes no state out of the model.
-        found.append(
+        result.append(
             sum(
                 s["fn"].log_prob(s["value"])
                 for n, s in trace.nodes.items()
                 if s["type"] == "sample" and not _is_masked(s, n in sites)
             )
         )
-    return torch.stack(found).softmax(0)
+    return torch.stack(result).softmax(0)
 
 
 def _is_masked(site, is_state):
@@ -77,6 +77,6 @@ def test_draws_have_the_frequencies_of_the_posterior(model):
         equal = drawn[name].unsqueeze(1) == support
         equal = equal.flatten(2).all(-1) if equal.dim() > 2 else equal
         index = index * len(support) + equal.long().argmax(-1)
-    found = torch.bincount(index, minlength=len(probabilities)) / DRAWS
+    result = torch.bincount(index, minlength=len(probabilities)) / DRAWS
     error = (probabilities * (1 - probabilities) / DRAWS).sqrt()
-    assert ((found - probabilities).abs() < 4.5 * error + 1e-12).all()
+    assert ((result - probabilities).abs() < 4.5 * error + 1e-12).all()

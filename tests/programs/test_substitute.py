@@ -66,15 +66,15 @@ def test_every_view_of_an_argument(view, layout):
     before = x.clone()
     value = view(x)
     sites, new = observing(value)
-    found = call(sites, new, 3, {"batch": [x]}, other=torch.zeros(2))
-    dreamt = found.args[1]["batch"][0]
+    result = call(sites, new, 3, {"batch": [x]}, other=torch.zeros(2))
+    dreamt = result.args[1]["batch"][0]
     assert (x == before).all()
     assert (view(dreamt) == new["x_0"].to(dreamt.dtype)).all()
     assert dreamt.dtype == x.dtype
     changed = (dreamt != before).sum()
     assert changed == value.numel()  # and nothing else
-    assert found.args[0] == 3
-    assert found.kwargs["other"].sum() == 0
+    assert result.args[0] == 3
+    assert result.kwargs["other"].sum() == 0
 
 
 def test_several_sites_in_one_argument_and_arguments_that_share_memory():
@@ -97,18 +97,18 @@ def test_one_tensor_given_twice_stays_one():
 def test_rows_of_a_plate():
     x, index = X.clone(), torch.tensor([3, 1])
     sites, new = observing(x[index], plates=[("data", 4, index, -1)])
-    (found,) = call(sites, new, x, subsamples={"data": index}).args
-    assert (found[index] == new["x_0"]).all()
-    assert (found[[0, 2]] == x[[0, 2]]).all()
+    (result,) = call(sites, new, x, subsamples={"data": index}).args
+    assert (result[index] == new["x_0"]).all()
+    assert (result[[0, 2]] == x[[0, 2]]).all()
 
 
 def test_rows_of_two_plates():
     x, rows, columns = torch.randn(5, 6, 2), torch.tensor([4, 0]), torch.tensor([5, 2, 3])
     plates = [("columns", 6, columns, -1), ("rows", 5, rows, -2)]
     sites, new = observing(x[rows[:, None], columns], plates=plates)
-    (found,) = call(sites, new, x, subsamples={"rows": rows, "columns": columns}).args
-    assert (found[rows[:, None], columns] == new["x_0"]).all()
-    assert (found != x).sum() == new["x_0"].numel()
+    (result,) = call(sites, new, x, subsamples={"rows": rows, "columns": columns}).args
+    assert (result[rows[:, None], columns] == new["x_0"]).all()
+    assert (result != x).sum() == new["x_0"].numel()
 
 
 def test_missing_values_are_compared_as_equal():
@@ -121,9 +121,9 @@ def test_missing_values_are_compared_as_equal():
 def test_integers_and_numbers():
     x = torch.tensor([2, 0, 1])
     sites, _ = observing(x)
-    (found,) = call(sites, {"x_0": torch.tensor([1.0, 1.0, 0.0])}, x).args
-    assert found.tolist() == [1, 1, 0]
-    assert found.dtype == torch.int64
+    (result,) = call(sites, {"x_0": torch.tensor([1.0, 1.0, 0.0])}, x).args
+    assert result.tolist() == [1, 1, 0]
+    assert result.dtype == torch.int64
 
 
 def test_data_in_no_argument_or_in_two():

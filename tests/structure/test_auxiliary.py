@@ -98,15 +98,15 @@ GUIDES = [
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_evidence_is_that_of_the_model(guide):
     exact = dist.Normal(0.0, 2**0.5).log_prob(torch.tensor(X)).sum()
-    found = log_evidence(model, guide, num_particles=5000, seed=1)
-    assert found.total_standard_error < 0.06
-    assert abs(found.total - exact) < 4.5 * found.total_standard_error
+    result = log_evidence(model, guide, num_particles=5000, seed=1)
+    assert result.total_standard_error < 0.06
+    assert abs(result.total - exact) < 4.5 * result.total_standard_error
 
 
 @in_turn(guide=[continuous_mixture, unused, one_flow], coordinates=["noise", "latent"])
 def test_the_evidence_of_chains_is_that_of_the_model(guide, coordinates):
     exact = dist.Normal(0.0, 2**0.5).log_prob(torch.tensor(X)).sum()
-    found = log_evidence(
+    result = log_evidence(
         model,
         guide,
         num_particles=2000,
@@ -115,8 +115,8 @@ def test_the_evidence_of_chains_is_that_of_the_model(guide, coordinates):
         kernel=MALA(0.1),
         coordinates=coordinates,
     )
-    assert found.total_standard_error < 0.05
-    assert abs(found.total - exact) < 4.5 * found.total_standard_error
+    assert result.total_standard_error < 0.05
+    assert abs(result.total - exact) < 4.5 * result.total_standard_error
 
 
 class Bits:
@@ -208,5 +208,5 @@ def test_chains_of_autoguides_keep_their_evidence():
     """At the posterior no weight varies, whatever the moves do."""
     guide = AutoNormal(model, init_loc_fn=lambda site: torch.tensor(X) / 2, init_scale=0.5**0.5)
     exact = dist.Normal(0.0, 2**0.5).log_prob(torch.tensor(X))
-    found = TraceAIS_ELBO(3, MALA(0.1)).bounds(model, guide)
-    assert torch.allclose(found.per_datum, exact, atol=1e-9)
+    result = TraceAIS_ELBO(3, MALA(0.1)).bounds(model, guide)
+    assert torch.allclose(result.per_datum, exact, atol=1e-9)

@@ -13,7 +13,7 @@ import torch
 
 from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure import dependencies, finder
+from pyro_mcvae.structure import finder, provenance
 from pyro_mcvae.structure.cache import Analyses
 from tests.params import in_turn
 
@@ -107,13 +107,13 @@ def test_a_fresh_analysis_is_made_at_uses_1_2_4_and_at_least_every_1024th(caplog
         made.append(used)
         return state[0]
 
-    found = []
+    result = []
     for used in range(1, 5001):
         state[0] = int(used > 20)
         programs = programs_of(torch.zeros(3), rate=0.1 * used)
-        found.append(analyses.of(programs).compared(("sites",), find))
+        result.append(analyses.of(programs).compared(("sites",), find))
     assert made == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
-    assert found.index(1) == 31
+    assert result.index(1) == 31
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "16 steps ago" in caplog.text
 
@@ -143,10 +143,10 @@ class Kind(enum.Enum):
 )
 def test_every_choice_among_the_arguments_has_its_analysis(one, two):
     analyses = Analyses()
-    found = [analyses.of(programs_of(v)) for v in (one, two, one)]
-    assert found[0] is not found[1]
-    assert found[1] is not found[2]
-    assert found[2].uses == 2
+    result = [analyses.of(programs_of(v)) for v in (one, two, one)]
+    assert result[0] is not result[1]
+    assert result[1] is not result[2]
+    assert result[2].uses == 2
 
 
 def test_numbers_that_count_are_left_to_the_timetable():
@@ -182,7 +182,7 @@ def looks_of(monkeypatch):
 
         monkeypatch.setattr(module, name, look)
 
-    counted(dependencies, "find_dependencies")
+    counted(provenance, "find_dependencies")
     counted(finder, "find_dependent_plates")
     return looks
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyro_mcvae.programs.contract import checked_run
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import FactorKey
-from pyro_mcvae.structure.dependencies import find_dependencies
+from pyro_mcvae.structure.provenance import find_dependencies
 
 
 def normal(loc=0.0):
@@ -28,8 +28,8 @@ def dependencies(model, guide, *tracked):
 
 def factors(model, guide, *tracked):
     """The parents of each factor as ``{"model z": {...}}``."""
-    found = dependencies(model, guide, *tracked).factors
-    return {f"{key.program} {key.name}": set(parents) for key, parents in found.items()}
+    result = dependencies(model, guide, *tracked).factors
+    return {f"{key.program} {key.name}": set(parents) for key, parents in result.items()}
 
 
 def test_chain_depends_on_neighbours_only():
@@ -71,8 +71,8 @@ def test_what_is_broadcast_together_depends_on_its_own_draws():
         pyro.sample("a", normal())
         pyro.sample("b", normal())
 
-    found = dependencies(model, guide, "a", "b").factors
-    assert {k.name: parents for k, parents in found.items() if k.program == "model"} == {
+    result = dependencies(model, guide, "a", "b").factors
+    assert {k.name: parents for k, parents in result.items() if k.program == "model"} == {
         "a": {"a"},
         "b": {"b"},
         "one": {"a"},
@@ -94,9 +94,9 @@ def test_only_tracked_sites_are_reported():
         a = pyro.sample("a", normal())
         pyro.sample("b", normal(a))
 
-    found = factors(model, guide, "b")
-    assert found["model x"] == {"b"}
-    assert found["model a"] == set()
+    result = factors(model, guide, "b")
+    assert result["model x"] == {"b"}
+    assert result["model a"] == set()
 
 
 def test_a_product_with_zero_still_depends():
@@ -127,17 +127,17 @@ def test_auto_guides_make_everything_depend_on_their_auxiliary_sites(autoguide_c
     guide()
     trace = poutine.trace(guide).get_trace()
     auxiliary = {n for n, s in trace.nodes.items() if s.get("infer", {}).get("is_auxiliary")}
-    found = factors(model, guide, *auxiliary)
+    result = factors(model, guide, *auxiliary)
     if autoguide_class is autoguide.AutoNormal:
         assert auxiliary == {"a_unconstrained", "z_unconstrained"}
-        assert found["guide z"] == found["model x"] == {"z_unconstrained"}
-        assert found["guide a"] == found["model a"] == {"a_unconstrained"}
-        assert found["model z"] == auxiliary
-        assert found["guide z_unconstrained"] == {"z_unconstrained"}
+        assert result["guide z"] == result["model x"] == {"z_unconstrained"}
+        assert result["guide a"] == result["model a"] == {"a_unconstrained"}
+        assert result["model z"] == auxiliary
+        assert result["guide z_unconstrained"] == {"z_unconstrained"}
     else:
         assert len(auxiliary) == 1
-        assert all(parents == auxiliary for parents in found.values())
-        assert {"guide a", "guide z", "model a", "model z", "model x"} < set(found)
+        assert all(parents == auxiliary for parents in result.values())
+        assert {"guide a", "guide z", "model a", "model z", "model x"} < set(result)
 
 
 def test_discrete_sites_are_tracked_through_indexing_and_comparison():
@@ -159,14 +159,14 @@ def test_discrete_sites_are_tracked_through_indexing_and_comparison():
         c = pyro.sample("c", dist.Categorical(torch.ones(3)))
         pyro.sample("b", dist.Bernoulli(0.2 + 0.1 * c))
 
-    found = factors(model, guide, "b", "c")
-    assert found["model w"] == {"c"}
-    assert found["model x"] == {"b"}
-    assert found["model y"] == {"c"}
-    assert found["model v"] == {"c"}
-    assert found["model u"] == {"b", "c"}
-    assert found["guide b"] == {"b", "c"}
-    assert found["model b"] == {"b"}
+    result = factors(model, guide, "b", "c")
+    assert result["model w"] == {"c"}
+    assert result["model x"] == {"b"}
+    assert result["model y"] == {"c"}
+    assert result["model v"] == {"c"}
+    assert result["model u"] == {"b", "c"}
+    assert result["guide b"] == {"b", "c"}
+    assert result["model b"] == {"b"}
 
 
 def test_assignment_in_place_is_tracked_for_continuous_draws():
@@ -195,9 +195,9 @@ def test_assignment_in_place_is_tracked_for_discrete_draws():
     def guide():
         pyro.sample("c", dist.Categorical(torch.ones(2)))
 
-    found = factors(model, guide, "c")
-    assert found["model x"] == {"c"}
-    assert found["model y"] == {"c"}
+    result = factors(model, guide, "c")
+    assert result["model x"] == {"c"}
+    assert result["model y"] == {"c"}
 
 
 @pytest.mark.parametrize("how", ["int", "if", "item"])
@@ -255,10 +255,10 @@ def test_custom_autograd_functions_are_seen_through():
         z = pyro.sample("z", normal())
         pyro.sample("y", normal(Doubled.apply(z)))
 
-    found = factors(model, guide, "y", "z")
-    assert found["model x"] == {"z"}
-    assert found["guide y"] == {"y", "z"}
-    assert found["model y"] == {"y"}
+    result = factors(model, guide, "y", "z")
+    assert result["model x"] == {"z"}
+    assert result["guide y"] == {"y", "z"}
+    assert result["model y"] == {"y"}
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,11 @@ def test_flows_and_transformations_pass_dependencies_on(flow):
         base = normal(a * torch.ones(2)).to_event(1)
         pyro.sample("z", dist.TransformedDistribution(base, [flow]))
 
-    found = factors(model, guide, "a", "z")
-    assert found["guide z"] == {"a", "z"}
-    assert found["model z"] == {"z"}
-    assert found["model x"] == {"a", "z"}
-    assert found["guide a"] == {"a"}
+    result = factors(model, guide, "a", "z")
+    assert result["guide z"] == {"a", "z"}
+    assert result["model z"] == {"z"}
+    assert result["model x"] == {"a", "z"}
+    assert result["guide a"] == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -314,10 +314,10 @@ def test_draws_that_are_not_reparameterized_explicitly_depend_on_what_is_upstrea
         a = pyro.sample("a", normal())
         pyro.sample("z", make(a))
 
-    found = factors(model, guide, "a", "z")
-    assert found["guide z"] == {"a", "z"}
-    assert found["guide a"] == {"a"}
-    assert found["model z"] == {"z"}
+    result = factors(model, guide, "a", "z")
+    assert result["guide z"] == {"a", "z"}
+    assert result["guide a"] == {"a"}
+    assert result["model z"] == {"z"}
 
 
 def test_a_site_fixed_to_an_upstream_draw_depends_on_it():
@@ -331,9 +331,9 @@ def test_a_site_fixed_to_an_upstream_draw_depends_on_it():
         a = pyro.sample("a", normal())
         pyro.sample("b", dist.Delta(2 * a))
 
-    found = factors(model, guide, "a")
-    assert found["guide b"] == found["model b"] == found["model x"] == {"a"}
-    assert found["model penalty"] == {"a"}
+    result = factors(model, guide, "a")
+    assert result["guide b"] == result["model b"] == result["model x"] == {"a"}
+    assert result["model penalty"] == {"a"}
 
 
 class Opaque(torch.autograd.Function):
@@ -350,8 +350,8 @@ def test_a_program_that_cannot_be_tracked_yields_nothing_and_warns():
         pyro.sample("z", normal())
 
     with pytest.warns(UserWarning, match=r"cannot trace .*TypeError: no subclasses of Tensor"):
-        found = dependencies(model, guide, "z")
-    assert not any(found)
+        result = dependencies(model, guide, "z")
+    assert not any(result)
     assert not poutine.runtime._PYRO_STACK
 
 
@@ -552,5 +552,5 @@ def test_more_routes_by_which_a_discrete_draw_leaves_the_tensors(route):
         with pyro.plate("data", 3):
             pyro.sample("c", dist.Bernoulli(0.5))
 
-    found = find_dependencies(Programs(model, guide, (), {}), frozenset({"c"}), {})
-    assert found.factors[FactorKey("model", "x")] == {"c"}
+    result = find_dependencies(Programs(model, guide, (), {}), frozenset({"c"}), {})
+    assert result.factors[FactorKey("model", "x")] == {"c"}

@@ -17,7 +17,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
 )
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure.independence import find_dependent_plates
+from pyro_mcvae.structure.interventions import find_dependent_plates
 
 X = (3.0, 3.5, 2.5, 4.0)
 
@@ -104,12 +104,12 @@ def test_the_elements_meet_also_where_the_guides_flow_has_no_inverse(flow):
     bounds = torch.tensor([-elbo.loss(model, guide) for _ in range(8)])
     assert bounds.mean() < exact + 4 * bounds.std() / 8**0.5
     with pytest.raises(ValueError, match="A flow without an inverse"):
-        TraceIWAE_ELBO(2, "dreg").loss_and_grads(model, guide)
+        TraceIWAE_ELBO(2, gradient_estimator="dreg").loss_and_grads(model, guide)
 
 
 def coupled(model, guide, **subsamples):
-    found = find_dependent_plates(Programs(model, guide, (), {}), subsamples).plates
-    return {(key.program, key.name): {p.name for p in plates} for key, plates in found.items()}
+    result = find_dependent_plates(Programs(model, guide, (), {}), subsamples).plates
+    return {(key.program, key.name): {p.name for p in plates} for key, plates in result.items()}
 
 
 def neighbours(drawn, combine):
@@ -143,8 +143,8 @@ def neighbours(drawn, combine):
 )
 def test_which_plate_is_coupled(drawn, combine, plates):
     torch.manual_seed(0)
-    found = coupled(*neighbours(drawn, combine))
-    assert found == ({("model", "x"): plates} if plates else {})
+    result = coupled(*neighbours(drawn, combine))
+    assert result == ({("model", "x"): plates} if plates else {})
 
 
 @pytest.mark.parametrize("size", [9, 40])
@@ -296,15 +296,15 @@ def counts_gradient():
 )
 def test_the_score_of_one_element_multiplies_the_costs_of_others(make):
     # Trace_ELBO's plate-wise Rao-Blackwellization leaves them out, and is biased here.
-    elbo, found = make(), []
+    elbo, result = make(), []
     for _ in range(60):
         elbo.loss_and_grads(counts, counts_guide)
         parameter = pyro.get_param_store()["logits"].unconstrained()
-        found.append(-parameter.grad)
+        result.append(-parameter.grad)
         parameter.grad = None
-    found = torch.stack(found)
-    error = found.std(0) / 60**0.5
-    assert ((found.mean(0) - counts_gradient()).abs() < 4.5 * error + 1e-9).all()
+    result = torch.stack(result)
+    error = result.std(0) / 60**0.5
+    assert ((result.mean(0) - counts_gradient()).abs() < 4.5 * error + 1e-9).all()
 
 
 def test_noise_of_another_generator_is_no_coupling():

@@ -22,7 +22,7 @@ from pyro_mcvae import (
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.vmap import Mode
-from pyro_mcvae.structure.independence import separating_subsets
+from pyro_mcvae.structure.interventions import separating_subsets
 from tests.params import in_turn
 
 
@@ -159,16 +159,16 @@ def stopping_guide(x):
 def test_branches_on_a_datums_own_latents_leave_its_weight(caplog):
     x = torch.tensor([0.5, 1.8])  # few, as each combination of branches is analysed
     elbo, count = TraceIWAE_ELBO(20), 6
-    found = torch.stack([elbo.bounds(stopping, stopping_guide, x).per_datum for _ in range(count)])
-    assert found.shape == (count, 2)
+    result = torch.stack([elbo.bounds(stopping, stopping_guide, x).per_datum for _ in range(count)])
+    assert result.shape == (count, 2)
     assert "share one weight" not in caplog.text
     shares = torch.tensor([0.4, 0.24, 0.36]).log()
     spread = torch.tensor([0.49, 1.49, 2.49]).sqrt()
     means = torch.tensor([0.0, 1.0, 2.0])
     exact = (shares + dist.Normal(means, spread).log_prob(x.unsqueeze(-1))).logsumexp(-1)
-    error = found.std(0) / count**0.5
-    assert bool((found.mean(0) < exact + 4 * error).all())
-    assert bool((found.mean(0) > exact - 4 * error - 0.1).all())
+    error = result.std(0) / count**0.5
+    assert bool((result.mean(0) < exact + 4 * error).all())
+    assert bool((result.mean(0) > exact - 4 * error - 0.1).all())
 
 
 class Decoder(nn.Module):
@@ -356,9 +356,9 @@ def test_a_comparison_at_the_first_parameters_is_made_again():
     used, looped = TraceIWAE_ELBO(5), TraceIWAE_ELBO(5, vectorize_particles=False)
     used.loss(model, guide)
     gate.data.fill_(1.0)
-    found = torch.tensor([[e.loss(model, guide) for _ in range(30)] for e in (used, looped)])
-    error = found.std(1).norm() / 30**0.5
-    assert abs(found[0].mean() - found[1].mean()) < 4 * error
+    result = torch.tensor([[e.loss(model, guide) for _ in range(30)] for e in (used, looped)])
+    error = result.std(1).norm() / 30**0.5
+    assert abs(result[0].mean() - result[1].mean()) < 4 * error
 
 
 @pytest.mark.parametrize("argument", [1, True, 0.5, np.int64(1)], ids=repr)

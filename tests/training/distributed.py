@@ -56,29 +56,29 @@ class NoiseByDatum(TorchDispatchMode):
         self.count = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return found
+            return result
         self.count += 1
         name = func.overloadpacket.__name__
         if name in ("normal", "normal_", "randn", "randn_like"):
-            drawn = self.noise(torch.randn, found.shape)
+            drawn = self.noise(torch.randn, result.shape)
         elif name in ("rand", "rand_like", "uniform_"):
-            drawn = self.noise(torch.rand, found.shape)
+            drawn = self.noise(torch.rand, result.shape)
         elif name in ("randint", "randint_like"):
             high = next(a for a in args if isinstance(a, int))
-            drawn = (self.noise(torch.rand, found.shape) * high).floor()
+            drawn = (self.noise(torch.rand, result.shape) * high).floor()
         elif name in ("bernoulli", "bernoulli_"):
-            drawn = self.noise(torch.rand, found.shape) < args[0]
+            drawn = self.noise(torch.rand, result.shape) < args[0]
         elif name == "exponential_":
-            drawn = self.noise(torch.rand, found.shape).log().neg()
+            drawn = self.noise(torch.rand, result.shape).log().neg()
         elif name == "multinomial":
             shape = (*args[0].shape[:-1], args[1], args[0].shape[-1])
             gumbel = -self.noise(torch.rand, shape).log().neg().log()
             drawn = (args[0].log().unsqueeze(-2) + gumbel).argmax(-1)
         else:
-            raise NotImplementedError(f"{func} draws {tuple(found.shape)}")
-        return found.copy_(drawn)
+            raise NotImplementedError(f"{func} draws {tuple(result.shape)}")
+        return result.copy_(drawn)
 
     def noise(self, draw, shape):
         shape = list(shape)
@@ -189,10 +189,10 @@ def main(out):
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"file://{Path(out) / 'group'}"
     torch.distributed.init_process_group("gloo", place, None, num_ranks, rank)
-    found = {name: train(name, rank) for name in os.environ["OBJECTIVES"].split(",")}
+    result = {name: train(name, rank) for name in os.environ["OBJECTIVES"].split(",")}
     path = Path(out) / "run.pt"
-    found["continued"] = [continued(path, again) for again in (False, True)]
-    torch.save(found, Path(out) / f"rank{rank}.pt")
+    result["continued"] = [continued(path, again) for again in (False, True)]
+    torch.save(result, Path(out) / f"rank{rank}.pt")
     torch.distributed.barrier()  # nobody leaves before all have what was sent
     torch.distributed.destroy_process_group()
 

@@ -64,7 +64,7 @@ class Score(nn.Module):
 CONTINUOUS = {
     "sgvb": lambda: TraceSGVB_ELBO(),
     # The default's mixture of two gradients is chosen on each rank from its own data.
-    "iwae": lambda: TraceIWAE_ELBO(3, "dreg", **FAST),
+    "iwae": lambda: TraceIWAE_ELBO(3, gradient_estimator="dreg", **FAST),
     "sis": lambda: TraceSIS_ELBO(2),
     "sis-learned": lambda: TraceSIS_ELBO(
         kernel=ULA(LearnedStepSize(0.05)),
@@ -72,7 +72,7 @@ CONTINUOUS = {
     ),
     "sis-trained": lambda: TraceSIS_ELBO(
         kernel=UnderdampedLangevin(
-            LearnedStepSize(AdaptiveStepSize(), 2, warmup=2), LearnedMomentum(0.9, 2)
+            LearnedStepSize(AdaptiveStepSize(), 2, warmup=2), momentum=LearnedMomentum(0.9, 2)
         ),
         schedule=LearnedSchedule(2),
     ),
@@ -214,10 +214,10 @@ class Run:
 
     def tensors(self):
         """All that the run has learned, by name."""
-        found = {f"store {n}": v.detach() for n, v in pyro.get_param_store().items()}
+        result = {f"store {n}": v.detach() for n, v in pyro.get_param_store().items()}
         for part in (self.model, self.guide, self.loss):
             if isinstance(part, nn.Module):
-                found.update(
+                result.update(
                     {f"{type(part).__name__} {n}": v for n, v in part.state_dict().items()}
                 )
-        return {name: v.clone() for name, v in found.items()}
+        return {name: v.clone() for name, v in result.items()}

@@ -42,10 +42,12 @@ def resident():
 
 def own_state(run):
     parts = [p for p in (run.loss, run.guide) if isinstance(p, nn.Module)]
-    found = {n: v for part in parts for n, v in part.state_dict().items()}
+    result = {n: v for part in parts for n, v in part.state_dict().items()}
     for i, closed in enumerate(run.closed):
-        found.update({f"closed {i}": closed.parameter, f"total {i}": torch.as_tensor(closed.total)})
-    return found
+        result.update(
+            {f"closed {i}": closed.parameter, f"total {i}": torch.as_tensor(closed.total)}
+        )
+    return result
 
 
 def check_sane(run):
@@ -178,12 +180,13 @@ def main():
     for name in args.objectives:
         for interface in args.interfaces:
             start = time.process_time()
-            found = soak(name, interface, args.steps, every=200)
+            result = soak(name, interface, args.steps, every=200)
             seconds = time.process_time() - start
             print(
                 f"{name:16} {interface:7} {args.steps} steps {seconds:6.0f} s, "
-                f"{found['disturbed']} disturbed; tensors {found['tensors'][0]} to "
-                f"{found['tensors'][-1]}, memory {found['memory'][0]} to {found['memory'][-1]} MB",
+                f"{result['disturbed']} disturbed; tensors {result['tensors'][0]} to "
+                f"{result['tensors'][-1]}, memory {result['memory'][0]} "
+                f"to {result['memory'][-1]} MB",
                 flush=True,
             )
 

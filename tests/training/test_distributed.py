@@ -80,14 +80,14 @@ def test_gradients_and_states_of_further_objectives_are_those_of_the_union(tmp_p
 
 
 def test_a_run_on_two_ranks_resumes(ranks):
-    for found in ranks:
-        (losses, state), (again, end) = found["continued"]
+    for result in ranks:
+        (losses, state), (again, end) = result["continued"]
         assert str(losses) == str(again)
         assert all(torch.allclose(v, end[n], rtol=1e-12) for n, v in state.items())
     # Every rank has the states of all data, also those that it drew by itself in the beginning.
-    close(*(found["continued"][0][1] for found in ranks))
+    close(*(result["continued"][0][1] for result in ranks))
     # Each rank has its own data and its own noise.
-    (first, _), (second, _) = (found["continued"][0] for found in ranks)
+    (first, _), (second, _) = (result["continued"][0] for result in ranks)
     for (_, a, x), (_, b, y) in zip(first, second, strict=True):
         assert not set(a.tolist()) & set(b.tolist())
         assert x != y
@@ -95,7 +95,7 @@ def test_a_run_on_two_ranks_resumes(ranks):
 
 def test_it_also_loads_in_one_process(ranks, tmp_path_factory):
     losses, state = distributed.continued(ranks[0]["path"], again=True)
-    (first, _), (second, _) = (found["continued"][0] for found in ranks)
+    (first, _), (second, _) = (result["continued"][0] for result in ranks)
     # The epoch goes on after what both ranks had seen.
     seen = sorted(i for run in (first, second) for i in run[0][1].tolist())
     assert sorted(i for _, index, _ in losses[:2] for i in index.tolist()) == seen

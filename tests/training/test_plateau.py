@@ -28,25 +28,25 @@ def still_gained(curve, steps):
 
 def stops(curve, noise):
     """For each row of noise the step at which the detector speaks, or the last."""
-    found = []
+    result = []
     for row in (curve + noise).tolist():
         plateau = PlateauDetector()
-        found.append(next((t + 1 for t, loss in enumerate(row) if plateau.step(loss)), STEPS))
-    return found
+        result.append(next((t + 1 for t, loss in enumerate(row) if plateau.step(loss)), STEPS))
+    return result
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_false_alarms_and_delay(name):
     """By the curve without its noise: it never falls by more than was said, and stops in time."""
     curve = CURVES[name].double()
-    found = stops(curve, torch.randn(30, STEPS, dtype=torch.float64))
-    early = [t for t in found if t < STEPS and still_gained(curve[:t], t) > 0.3]
+    result = stops(curve, torch.randn(30, STEPS, dtype=torch.float64))
+    early = [t for t in result if t < STEPS and still_gained(curve[:t], t) > 0.3]
     assert len(early) <= 1
     first = next((t for t in range(400, STEPS, 20) if still_gained(curve[:t], t) < 0.3), STEPS)
-    median = sorted(found)[15]
+    median = sorted(result)[15]
     assert median <= 2.2 * first
     if name == "line":
-        assert found == [STEPS] * 30
+        assert result == [STEPS] * 30
 
 
 def test_correlated_noise_makes_it_wait():

@@ -29,7 +29,7 @@ recorded = pytest.mark.parametrize(
 @recorded
 def test_recorded_steps_are_the_plain_steps(name):
     interface = "module" if list(OBJECTIVES).index(name) % 2 else "svi"
-    found = []
+    result = []
     for wrap in (lambda loss: loss, replay):
         pyro.clear_param_store()
         pyro.set_rng_seed(3)
@@ -37,8 +37,8 @@ def test_recorded_steps_are_the_plain_steps(name):
         losses = [run.step() for _ in range(6)]
         loss = getattr(run.loss, "plain", run.loss)
         states = [m.state_dict() for m in (run.model, run.guide, loss) if hasattr(m, "state_dict")]
-        found.append((losses, [(n, v.clone()) for state in states for n, v in state.items()]))
-    (losses, tensors), (recorded_losses, recorded) = found
+        result.append((losses, [(n, v.clone()) for state in states for n, v in state.items()]))
+    (losses, tensors), (recorded_losses, recorded) = result
     assert recorded_losses == losses
     assert len(recorded) == len(tensors)
     for (key, value), (_, same) in zip(tensors, recorded, strict=True):

@@ -8,11 +8,11 @@ from tests.training.runs import OBJECTIVES
 from tests.training.soak import KINDS, soak
 
 
-def judge(found, slack):
-    assert all(found[kind] for kind in KINDS)
+def judge(result, slack):
+    assert all(result[kind] for kind in KINDS)
     # As many at the end as in the beginning; a torch loop may have gradients at hand or not.
-    assert max(found["tensors"][-3:]) <= max(found["tensors"][:3])
-    assert max(found["memory"][-3:]) <= max(found["memory"][:3]) + slack
+    assert max(result["tensors"][-3:]) <= max(result["tensors"][:3])
+    assert max(result["memory"][-3:]) <= max(result["memory"][:3]) + slack
 
 
 @pytest.mark.parametrize(

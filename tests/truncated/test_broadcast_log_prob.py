@@ -69,8 +69,8 @@ def test_values_and_gradients_are_the_distribution_s(parameters, make):
     broadcast, own = broadcast_log_prob(make(), value), make().log_prob(value)
     torch.testing.assert_close(broadcast, own)
     inputs = [*parameters, value]
-    found, wanted = (torch.autograd.grad((weight * x).sum(), inputs) for x in (broadcast, own))
-    torch.testing.assert_close(found, wanted)
+    result, wanted = (torch.autograd.grad((weight * x).sum(), inputs) for x in (broadcast, own))
+    torch.testing.assert_close(result, wanted)
 
 
 def test_what_was_detached_gets_no_gradient():
@@ -97,12 +97,12 @@ def test_infinite_logits_are_certainties():
 
 def test_large_logits_do_not_cancel():
     logits = torch.tensor([1e8, -1e8, 0.0], requires_grad=True)
-    found = broadcast_log_prob(
+    result = broadcast_log_prob(
         dist.Bernoulli(logits=logits).to_event(1), torch.tensor([1.0, 0.0, 1.0])
     )
-    torch.testing.assert_close(found, torch.tensor(0.5).log())
+    torch.testing.assert_close(result, torch.tensor(0.5).log())
     # At zero, a kink of |l|, the gradient is z - sigmoid(l) too.
-    assert torch.autograd.grad(found, logits)[0].tolist() == [0.0, 0.0, 0.5]
+    assert torch.autograd.grad(result, logits)[0].tolist() == [0.0, 0.0, 0.5]
 
 
 def test_what_is_missing_may_be_nan():
@@ -113,12 +113,12 @@ def test_what_is_missing_may_be_nan():
         fn = dist.Normal(loc, 1.0, validate_args=False).mask(mask).to_event(1)
         return broadcast_log_prob(fn, value)
 
-    found = density(~value.isnan())
+    result = density(~value.isnan())
     wanted = (
         torch.tensor([-2.5, 0.0]) - (2 * torch.pi * torch.tensor([1.0, 0.0])).clamp_min(1).log()
     )
-    torch.testing.assert_close(found, wanted)
-    (gradient,) = torch.autograd.grad(found.sum(), loc)
+    torch.testing.assert_close(result, wanted)
+    (gradient,) = torch.autograd.grad(result.sum(), loc)
     assert gradient.tolist() == [[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]]
     # What is there and NaN stays NaN.
     assert density(value != 2).isnan().all()
@@ -134,9 +134,9 @@ def test_rounded_products_do_not_round_densities(precision):
         value = (torch.rand(7, 5, 64) < 0.5).float()
         fn = dist.Bernoulli(logits=logits).to_event(1).expand([7, 5])
         with torch.autocast("cpu", torch.bfloat16):
-            found = broadcast_log_prob(fn, value)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, fn.log_prob(value))
+            result = broadcast_log_prob(fn, value)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, fn.log_prob(value))
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -181,10 +181,10 @@ def test_terms_have_scales_and_masks():
     sites = list(scored(poutine.trace(_program).get_trace()))
     assert len(sites) == 6
     for site in sites:
-        found, ordinary = broadcast_term(site), model_term(site)
-        torch.testing.assert_close(found.log_prob, ordinary.log_prob)
-        assert found.log_prob.shape == ordinary.log_prob.shape
-        assert (found.key, found.plate_scale) == (ordinary.key, ordinary.plate_scale)
+        result, ordinary = broadcast_term(site), model_term(site)
+        torch.testing.assert_close(result.log_prob, ordinary.log_prob)
+        assert result.log_prob.shape == ordinary.log_prob.shape
+        assert (result.key, result.plate_scale) == (ordinary.key, ordinary.plate_scale)
 
 
 def test_a_refused_value_names_its_site():

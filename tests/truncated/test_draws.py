@@ -50,8 +50,8 @@ def test_the_elbo_of_any_draw_is_its_free_energy(size, vectorize):
     """log p(x, s, w, z) - log q is the same for all z with weight: here for all draws at all."""
     truncated = TruncatedPosterior(model, 2, guide=guide)
     options = {"vectorize_particles": vectorize, "max_plate_nesting": 1}
-    found = Trace_ELBO(num_particles=3, **options).loss(model, truncated, size)
-    assert math.isclose(found, TraceTruncated_ELBO().loss(model, truncated, size), rel_tol=1e-9)
+    result = Trace_ELBO(num_particles=3, **options).loss(model, truncated, size)
+    assert math.isclose(result, TraceTruncated_ELBO().loss(model, truncated, size), rel_tol=1e-9)
 
 
 def weighted(index=None):
@@ -105,13 +105,13 @@ def test_components_of_a_mixture_may_lie_in_a_plate(vectorize):
     elbo = TraceTruncated_ELBO(vectorize_particles=vectorize)
     elbo.loss(components, truncated)
     pyro.set_rng_seed(3)
-    found = elbo.differentiable_loss(components, truncated)
+    result = elbo.differentiable_loss(components, truncated)
     pyro.set_rng_seed(3)
     loc = dist.Normal(mean, 0.2).rsample()
     parts = dist.Categorical(torch.tensor([0.3, 0.7])), dist.Normal(loc, 1.0)
     evidence = dist.MixtureSameFamily(*parts).log_prob(X).sum()
     ratio = dist.Normal(0.0, 3.0).log_prob(loc) - dist.Normal(mean, 0.2).log_prob(loc)
     wanted = -(evidence + ratio.sum())
-    gradients = [torch.autograd.grad(v, mean)[0] for v in (found, wanted)]
-    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(v, mean)[0] for v in (result, wanted)]
+    torch.testing.assert_close(result, wanted)
     torch.testing.assert_close(*gradients)

@@ -29,13 +29,13 @@ def model():
 def test_every_possible_state_becomes_a_parent_as_often_as_it_should():
     log_joint = torch.tensor([[-9.0, -5.0, -torch.inf, -3.0]])
     fitness = torch.tensor([0.0, 4.0, 0.0, 6.0])
-    share = (fitness + 0.1 * fitness.mean() * torch.tensor([1.0, 1.0, 0.0, 1.0])).double()
-    share /= share.sum()
+    fraction = (fitness + 0.1 * fitness.mean() * torch.tensor([1.0, 1.0, 0.0, 1.0])).double()
+    fraction /= fraction.sum()
     count = 40_000
-    found = FitnessProportional()(log_joint, count)[0].bincount(minlength=4) / count
-    assert ((found - share).abs() <= 4.5 * (share * (1 - share) / count).sqrt()).all()
-    assert found[0] > 0
-    assert found[2] == 0
+    result = FitnessProportional()(log_joint, count)[0].bincount(minlength=4) / count
+    assert ((result - fraction).abs() <= 4.5 * (fraction * (1 - fraction) / count).sqrt()).all()
+    assert result[0] > 0
+    assert result[2] == 0
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
@@ -43,7 +43,7 @@ def test_every_possible_state_becomes_a_parent_as_often_as_it_should():
 def test_a_search_ends_where_no_move_of_any_state_improves_the_set(seed, mutation):
     """By a look at every neighbour of every state that is kept: the worst one's, too."""
     pyro.set_rng_seed(seed)
-    guide = TruncatedPosterior(model, 2, EvolutionaryUpdate(6, H, 1, mutation=mutation))
+    guide = TruncatedPosterior(model, 2, evolution=EvolutionaryUpdate(6, H, 1, mutation=mutation))
     guide.fit(num_steps=40)
     everything = TruncatedPosterior(model, 2**H).posterior()
     place = 2 ** torch.arange(H)
@@ -71,9 +71,9 @@ def test_draws_from_the_prior_find_what_single_moves_cannot(proposals):
         return torch.randint(log_joint.shape[1], (len(log_joint), count))
 
     update = EvolutionaryUpdate(2, H, 1, uniformly, UniformFlips())
-    guide = TruncatedPosterior(trap, 1, update, proposals=proposals)
+    guide = TruncatedPosterior(trap, 1, evolution=update, proposals=proposals)
     guide.posterior()
     guide.states_data.zero_()
-    found = guide.fit(num_steps=40)
+    result = guide.fit(num_steps=40)
     best = 3.0 if proposals else 0.0
-    assert torch.allclose(found, torch.full((8,), best) - H * torch.tensor(2.0).log())
+    assert torch.allclose(result, torch.full((8,), best) - H * torch.tensor(2.0).log())

@@ -81,7 +81,7 @@ operators = [
 )
 def test_e_steps_keep_states_distinct_and_never_lower_f(operator, states, p, c, g, program):
     evolution = EvolutionaryUpdate(p, c, g, *operator)
-    guide = TruncatedPosterior(program, states, evolution)
+    guide = TruncatedPosterior(program, states, evolution=evolution)
     before = guide.posterior().free_energy
     assert_distinct(guide)
     for _ in range(2):
@@ -98,10 +98,10 @@ def test_e_steps_keep_states_distinct_and_never_lower_f(operator, states, p, c, 
 def test_search_finds_the_best_states(states):
     """Enough steps find exactly the S most probable of all states, whatever the start."""
     evolution = EvolutionaryUpdate(4, 4, 2, uniformly, UniformFlips())
-    guide = TruncatedPosterior(model, states, evolution)
-    found = guide.fit(num_steps=60)
+    guide = TruncatedPosterior(model, states, evolution=evolution)
+    result = guide.fit(num_steps=60)
     everything = TruncatedPosterior(model, 2**H).posterior().log_joint
-    assert torch.allclose(found, everything.topk(states, dim=0).values.logsumexp(0))
+    assert torch.allclose(result, everything.topk(states, dim=0).values.logsumexp(0))
 
 
 def test_minibatches_change_their_own_data_only():
@@ -125,10 +125,10 @@ def test_held_out_data_by_e_steps_with_frozen_parameters():
     test = X.flip(0)[:5] + 0.1
     held_out = TruncatedPosterior(lambda: model(x=test), 8)
     everything = TruncatedPosterior(lambda: model(x=test), 2**H).posterior().free_energy
-    found = held_out.fit(num_steps=30)
-    assert found.shape == (5,)
-    assert (found <= everything + 1e-9).all()
-    assert torch.allclose(found, everything, atol=0.5)
+    result = held_out.fit(num_steps=30)
+    assert result.shape == (5,)
+    assert (result <= everything + 1e-9).all()
+    assert torch.allclose(result, everything, atol=0.5)
 
 
 def test_posterior_queries_equal_the_exact_ones():
@@ -221,7 +221,7 @@ def test_a_thousand_entries_are_packed():
             z = pyro.sample("z", dist.Bernoulli(0.001 * torch.ones(1000)).to_event(1))
             pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=X[:3, 0])
 
-    guide = TruncatedPosterior(wide, 64, EvolutionaryUpdate(5, 4, 2))
+    guide = TruncatedPosterior(wide, 64, evolution=EvolutionaryUpdate(5, 4, 2))
     before = guide.posterior().free_energy
     assert guide.states_data.shape == (3, 64, 125)
     assert (guide.fit(num_steps=5) >= before).all()
@@ -234,7 +234,7 @@ def test_an_operator_of_ones_own():
             return (1 - parents.states).unsqueeze(2).expand(-1, -1, count, -1)
 
     evolution = EvolutionaryUpdate(2, 2, 1, lambda joint, p: joint.topk(p).indices, FlipAll())
-    guide = TruncatedPosterior(model, 4, evolution)
+    guide = TruncatedPosterior(model, 4, evolution=evolution)
     before = guide.posterior().free_energy
     assert (guide.fit(num_steps=3) >= before).all()
     assert_distinct(guide)
@@ -253,8 +253,8 @@ def test_uniform_moves_and_those_of_a_subclass_have_their_propensities():
     keys = space.keys(space.pack(states))
     parents = Parents(space, states, space.pack(states), torch.zeros(20_000, 1), keys)
     # Two of six moves without replacement.
-    share = UniformFlips()(parents, 2).flatten(1, 2).double().mean((0, 1))
-    assert ((share - 1 / 6).abs() < 4.5 * (5 / 36 / 40_000) ** 0.5).all()
+    fraction = UniformFlips()(parents, 2).flatten(1, 2).double().mean((0, 1))
+    assert ((fraction - 1 / 6).abs() < 4.5 * (5 / 36 / 40_000) ** 0.5).all()
     assert AlwaysTheFirst()(parents, 1)[..., 0].all()
 
 
@@ -407,7 +407,7 @@ def test_num_states_must_be_a_positive_int(count):
 
 def test_evolution_must_be_an_update():
     with pytest.raises(ValueError, match="evolution must be an EvolutionaryUpdate"):
-        TruncatedPosterior(model, 4, UniformFlips())
+        TruncatedPosterior(model, 4, evolution=UniformFlips())
 
 
 def test_no_e_steps_and_no_states_in_evaluation_mode():
@@ -426,15 +426,17 @@ def test_duplicates_by_key_are_those_by_value():
     space = StateSpace([2, 3, 5, 300])
     states = torch.stack([torch.randint(n, (6, 40)) for n in space.sizes], dim=-1)
     assert torch.equal(space.unpack(space.pack(states)).long(), states)
-    found = duplicates(space.keys(space.pack(states)))
-    for row, flags in zip(states.tolist(), found.tolist(), strict=True):
+    result = duplicates(space.keys(space.pack(states)))
+    for row, flags in zip(states.tolist(), result.tolist(), strict=True):
         assert flags == [state in row[:i] for i, state in enumerate(row)]
 
 
 @pytest.mark.parametrize(("program", "vectorize"), [(model, False), (mixed, True)])
 def test_draws_from_the_prior_may_seed_the_search(program, vectorize):
     nothing = EvolutionaryUpdate(num_generations=0)
-    guide = TruncatedPosterior(program, 5, nothing, proposals=PriorDraws(6), vectorize=vectorize)
+    guide = TruncatedPosterior(
+        program, 5, evolution=nothing, proposals=PriorDraws(6), vectorize=vectorize
+    )
     before = guide.posterior().free_energy
     after = guide.fit(num_steps=5)
     assert (after >= before).all()
@@ -449,11 +451,11 @@ def test_an_encoder_may_seed_the_search():
         return {"z": best[subsample].unsqueeze(0)}
 
     nothing = EvolutionaryUpdate(num_generations=0)
-    guide = TruncatedPosterior(model, 3, nothing, proposals=encoder)
+    guide = TruncatedPosterior(model, 3, evolution=nothing, proposals=encoder)
     index = torch.tensor([5, 2])
     guide.fit(index)
     assert torch.equal(guide.posterior(index).map()["z"], best[index])
-    guide = TruncatedPosterior(model, 3, nothing, proposals=lambda: {"y": best})
+    guide = TruncatedPosterior(model, 3, evolution=nothing, proposals=lambda: {"y": best})
     with pytest.raises(ValueError, match=r"returned values of \['y'\], but not of 'z'"):
         guide.fit()
 
@@ -469,7 +471,7 @@ def test_other_data_in_a_plate_without_indices_are_told_of():
 
 def test_states_that_were_made_in_inference_mode_train():
     """Their gradient is that of a guide which never was in it."""
-    found = []
+    result = []
     for mode in (True, False):
         weight = WEIGHT.clone().requires_grad_()
 
@@ -485,10 +487,10 @@ def test_states_that_were_made_in_inference_mode_train():
             guide.load_state_dict({n: b.clone() for n, b in guide.named_buffers()})
             elbo.loss(program, guide)
         pyro.set_rng_seed(1)
-        found.append((elbo.loss_and_grads(program, guide), weight.grad, guide.states_data))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][2], found[1][2])
+        result.append((elbo.loss_and_grads(program, guide), weight.grad, guide.states_data))
+    assert result[0][0] == result[1][0]
+    assert torch.equal(result[0][1], result[1][1])
+    assert torch.equal(result[0][2], result[1][2])
 
 
 def test_a_zero_inflated_count_has_its_exact_evidence():
@@ -501,7 +503,7 @@ def test_a_zero_inflated_count_has_its_exact_evidence():
             z = pyro.sample("z", prior)
             pyro.sample("x", dist.Normal(z, 0.8), obs=x)
 
-    guide = TruncatedPosterior(program, 24, EvolutionaryUpdate(8, 2, 4, uniformly))
+    guide = TruncatedPosterior(program, 24, evolution=EvolutionaryUpdate(8, 2, 4, uniformly))
     counts = torch.arange(40.0)[:, None]
     joint = prior.log_prob(counts) + dist.Normal(counts, 0.8).log_prob(x)
     torch.testing.assert_close(guide.fit(num_steps=20), joint.logsumexp(0), rtol=0, atol=1e-6)
@@ -536,8 +538,8 @@ def test_marks_for_enumeration_do_not_matter():
             pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
 
     exact = pyro.infer.TraceEnum_ELBO(max_plate_nesting=1).loss(program, lambda: None)
-    found = TraceTruncated_ELBO().loss(program, TruncatedPosterior(program, 2))
-    assert abs(found - exact) < 1e-9
+    result = TraceTruncated_ELBO().loss(program, TruncatedPosterior(program, 2))
+    assert abs(result - exact) < 1e-9
 
 
 def test_a_mask_that_comes_later_is_refused():

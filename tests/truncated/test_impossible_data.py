@@ -64,8 +64,8 @@ def test_n_mixtures_have_their_evidence_and_its_gradient(model, validates):
         loss = TraceTruncated_ELBO()(model, guide)(seen, rate, p, mask)
     torch.testing.assert_close(-loss, exact.sum(), rtol=0, atol=1e-4)
     expected = torch.autograd.grad(-exact.sum(), [rate, p])
-    found = torch.autograd.grad(loss, [rate, p])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    result = torch.autograd.grad(loss, [rate, p])
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-3)
 
 
 def counted(seen, rate=2.0):
@@ -78,18 +78,18 @@ def counted(seen, rate=2.0):
 def test_counts_that_the_prior_never_draws_are_found(num_states):
     seen = torch.tensor([40.0, 0.0])
     guide = TruncatedPosterior(counted, num_states=num_states)
-    found = guide.fit(seen, num_steps=100)
+    result = guide.fit(seen, num_steps=100)
     # Seen and unseen animals are independent Poisson variables.
     exact = dist.Poisson(1.0).log_prob(seen)
-    assert ((found < exact + 1e-9) & (found > exact - 0.6)).all()
+    assert ((result < exact + 1e-9) & (result > exact - 0.6)).all()
 
 
 def test_judges_know_impossible_states():
     seen, guide = SEEN[:, 0], TruncatedPosterior(counted, num_states=3)
     guide.fit(seen, num_steps=20)
     exact = dist.Poisson(1.0).log_prob(seen)
-    found = log_evidence(counted, guide, seen)
-    assert (found.log_evidence < exact + 1e-6).all()
+    result = log_evidence(counted, guide, seen)
+    assert (result.log_evidence < exact + 1e-6).all()
     # Of nearly all states it is the evidence.
     wide = TruncatedPosterior(counted, num_states=30)
     wide.fit(seen, num_steps=100)

@@ -43,8 +43,8 @@ def test_expectations_in_nested_plates_are_the_exact_ones():
     ):
         torch.testing.assert_close(posterior.expectation(function), wanted)
     for name in ("a", "b"):
-        found = posterior.expectation(lambda v, name=name: v[name])
-        torch.testing.assert_close(found, posterior.marginals()[name])
+        result = posterior.expectation(lambda v, name=name: v[name])
+        torch.testing.assert_close(result, posterior.marginals()[name])
 
 
 RESULTS = {

@@ -23,16 +23,16 @@ def read(path: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--p", "20", "--d", "4", "--data", "200", "--repeats", "3"]
-    found = ppca_gaps.main([*sizes, "--out", str(tmp_path)])
+    result = ppca_gaps.main([*sizes, "--out", str(tmp_path)])
     rows = read(tmp_path / "ppca_gaps.csv")
-    assert [row["bound"] for row in rows] == list(found) == list(ppca_gaps.rows())
+    assert [row["bound"] for row in rows] == list(result) == list(ppca_gaps.rows())
     printed = capsys.readouterr().out
-    for name, row in found.items():
+    for name, row in result.items():
         assert name in printed
         # A lower bound, never looser than the ELBO that it begins with.
         assert row["gap"] < 5 * row["error"] + 0.01, name
-        assert row["gap"] > found["ELBO"]["gap"] - 5 * row["error"] - 0.02, name
-    assert found["ELBO"]["gap"] < found["IWAE-5"]["gap"] < found["IWAE-50"]["gap"]
+        assert row["gap"] > result["ELBO"]["gap"] - 5 * row["error"] - 0.02, name
+    assert result["ELBO"]["gap"] < result["IWAE-5"]["gap"] < result["IWAE-50"]["gap"]
     # What the project's notes found belongs to their size alone.
     assert not any(row["earlier"] for row in rows)
     assert (tmp_path / "ppca_gaps.png").read_bytes().startswith(b"\x89PNG")
@@ -42,11 +42,11 @@ def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.filterwarnings("ignore:the Pareto k of the weights")
 @pytest.mark.slow
 def test_the_ring_of_every_objective(tmp_path: Path) -> None:
-    found = ring.main(["--steps", "20", "--draws", "200", "--out", str(tmp_path)])
+    result = ring.main(["--steps", "20", "--draws", "200", "--out", str(tmp_path)])
     rows = read(tmp_path / "ring.csv")
-    assert [row["objective"] for row in rows] == [method.name for method in found]
+    assert [row["objective"] for row in rows] == [method.name for method in result]
     exact = ring.log_evidence()
-    for method in found:
+    for method in result:
         assert method.bound < exact + 5 * method.error, method.name
         assert method.draws is not None
         assert method.draws.shape == (200, 2)

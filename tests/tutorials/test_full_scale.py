@@ -96,10 +96,10 @@ def test_the_papers_networks() -> None:
     assert sum(p.numel() for p in encoder.parameters()) == 219_504  # as published
     assert sum(p.numel() for p in decoder.parameters()) == 74_441
     assert encoder(torch.rand(3, 784)).shape == (3, 128)
-    found = decoder(torch.randn(3, 64))
-    assert found.shape == (3, 784)
+    result = decoder(torch.randn(3, 64))
+    assert result.shape == (3, 784)
     # Convolutions come after the upsampling: else pixels would be equal in blocks.
-    assert len(found[0].unique()) > 700
+    assert len(result[0].unique()) > 700
 
 
 def test_all_of_the_papers_networks_are_trained(tmp_path: Path) -> None:
@@ -114,19 +114,19 @@ def test_all_of_the_papers_networks_are_trained(tmp_path: Path) -> None:
 def test_aevb(data: Path, tmp_path: Path) -> None:
     flags = ["--full", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
     run("aevb/figures.py", *flags, "--out", str(tmp_path), "--objectives", "AEVB")
-    found = rows(tmp_path / "bound_mnist.csv")
-    assert list(dict.fromkeys(row["latent"] for row in found)) == ["3", "5", "10", "20", "200"]
-    assert {row["hidden"] for row in found} == {"500"}
+    result = rows(tmp_path / "bound_mnist.csv")
+    assert list(dict.fromkeys(row["latent"] for row in result)) == ["3", "5", "10", "20", "200"]
+    assert {row["hidden"] for row in result} == {"500"}
 
 
 @pytest.mark.slow
 def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     flags = ["--full", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
     run("rao_blackwell/semi_supervised.py", *flags)
-    found = rows(tmp_path / "semi_supervised.csv")
-    assert {row["epoch"] for row in found} == {"1"}
-    assert len({row["method"] for row in found}) == 8
-    assert all(row["commit"] and row["machine"] for row in found)
+    result = rows(tmp_path / "semi_supervised.csv")
+    assert {row["epoch"] for row in result} == {"1"}
+    assert len({row["method"] for row in result}) == 8
+    assert all(row["commit"] and row["machine"] for row in result)
 
 
 @pytest.fixture
@@ -167,9 +167,9 @@ def test_the_papers_scale_is_the_default(
     argv = [f"{name}.py", *flags, "--steps", "2", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     rao_blackwell(name)["main"]()
-    found = rows(tmp_path / f"{name}.csv")
-    assert len({tuple(row[c] for c in columns) for row in found if row[columns[-1]]}) == count
-    assert all(row["seed"] == "0" and row["commit"] and row["machine"] for row in found)
+    result = rows(tmp_path / f"{name}.csv")
+    assert len({tuple(row[c] for c in columns) for row in result if row[columns[-1]]}) == count
+    assert all(row["seed"] == "0" and row["commit"] and row["machine"] for row in result)
     assert (tmp_path / f"{name}.png").exists()
 
 
@@ -265,6 +265,6 @@ def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
     imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
     main = runpy.run_path(str(ROOT / "tutorials" / "truncated" / "denoising.py"))["main"]
     main(["--full", "--smoke", "--image", str(path), "--out", str(tmp_path)])
-    found = rows(tmp_path / "denoising.csv")
-    assert [row["epoch"] for row in found] == ["0", "2"]
+    result = rows(tmp_path / "denoising.csv")
+    assert [row["epoch"] for row in result] == ["0", "2"]
     assert (tmp_path / "denoising.png").exists()

@@ -28,11 +28,11 @@ def test_trains_every_objective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str]
 ) -> None:
     figure = tmp_path / "figure.png"
-    found = quickstart.main([*SMALL, "--objective", ",".join(names), "--output", str(figure)])
+    result = quickstart.main([*SMALL, "--objective", ",".join(names), "--output", str(figure)])
 
-    assert list(found) == names
+    assert list(result) == names
     rows = capsys.readouterr().out.splitlines()
-    for name, copy in found.items():
+    for name, copy in result.items():
         (row,) = [row for row in rows if row.split()[:1] == [name]]
         assert row.split()[1] == "5"  # steps
         # 64 fair coins have -44.4 nats; five steps already do better than that.

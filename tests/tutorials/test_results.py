@@ -16,10 +16,10 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_rows_say_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/ring.py", "--steps", "3"])
-    found = results.Results(tmp_path / "deep" / "ring.csv", seed=5)
-    found.add(objective="ELBO", bound=-1.5)
-    found.add(objective="IWAE", bound=-1.25, step_size=0.1, seed=7)
-    first, second = read(found.path)
+    result = results.Results(tmp_path / "deep" / "ring.csv", seed=5)
+    result.add(objective="ELBO", bound=-1.5)
+    result.add(objective="IWAE", bound=-1.25, step_size=0.1, seed=7)
+    first, second = read(result.path)
     assert (first["objective"], first["bound"], first["step_size"]) == ("ELBO", "-1.5", "")
     assert (second["step_size"], first["seed"], second["seed"]) == ("0.1", "5", "7")
     for row in (first, second):
@@ -30,11 +30,11 @@ def test_rows_say_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_row_is_there_before_the_next_one_is(tmp_path: Path) -> None:
-    found = results.Results(tmp_path / "long.csv", argv=["--epochs", "100"])
+    result = results.Results(tmp_path / "long.csv", argv=["--epochs", "100"])
     for epoch in range(3):
-        found.add(epoch=epoch)
-        assert [row["epoch"] for row in read(found.path)] == [str(e) for e in range(epoch + 1)]
-    assert read(found.path)[0]["command"].endswith("--epochs 100")
+        result.add(epoch=epoch)
+        assert [row["epoch"] for row in read(result.path)] == [str(e) for e in range(epoch + 1)]
+    assert read(result.path)[0]["command"].endswith("--epochs 100")
 
 
 def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

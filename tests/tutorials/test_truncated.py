@@ -32,7 +32,7 @@ def test_few_states_hold_the_evidence_of_the_bars():
         model.logits.fill_(bars.PI).logit_()
         model.log_sigma.fill_(bars.SIGMA).log_()
     evidence = TruncatedPosterior(model, 256).posterior(images).free_energy
-    guide = TruncatedPosterior(model, 64, EvolutionaryUpdate(3, 2, 1))
+    guide = TruncatedPosterior(model, 64, evolution=EvolutionaryUpdate(3, 2, 1))
     assert (evidence - guide.posterior(images).free_energy).mean() > 10
     # Of 256 states 6 are looked at in a step: thirty steps find the few that matter.
     assert (evidence - guide.fit(images, num_steps=30)).mean() < 0.02
@@ -93,10 +93,10 @@ def test_an_image_is_denoised(tmp_path, options):
     matplotlib.image.imsave(path, image.numpy(), cmap="gray", vmin=0, vmax=255)
     options = [*options, "--image", str(path), "--side", "5", "--latents", "12"]
     options += ["--out", str(tmp_path)]
-    found = denoising.main([*options, "--states", "16", "--epochs", "25", "--batch-size", "50"])
+    result = denoising.main([*options, "--states", "16", "--epochs", "25", "--batch-size", "50"])
     assert (tmp_path / "denoising.csv").read_text().count("\n") == 7
     noise_alone = 20 * torch.log10(torch.tensor(255.0 / 25)).item()
-    assert found > noise_alone + 2
+    assert result > noise_alone + 2
 
 
 def test_patches_are_averaged_by_their_windows():
@@ -168,7 +168,7 @@ def test_correlated_bars_are_learned_near_the_truth():
         model.logits.fill_(0.2).logit_()
         model.log_sigma.fill_(0.15).log_()
     correlated.train(model, epochs=20, rate=0.03)
-    found, true = (correlated.ratios(m) for m in (model, truth))
-    assert ((found / true - 1).abs() < 0.3).all()
+    result, true = (correlated.ratios(m) for m in (model, truth))
+    assert ((result / true - 1).abs() < 0.3).all()
     gap = correlated.evidence(truth, model.images) - correlated.evidence(model, model.images)
     assert gap.mean().abs() < 0.5

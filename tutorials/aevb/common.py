@@ -59,10 +59,10 @@ class VAE(nn.Module):
             pyro.sample("x", self.likelihood(z), obs=x)
 
     def likelihood(self, z: Tensor) -> Any:
-        found = self.decoder(z)
+        result = self.decoder(z)
         if self.binary:
-            return dist.Bernoulli(logits=found).to_event(1)
-        mean, log_variance = found.chunk(2, dim=-1)
+            return dist.Bernoulli(logits=result).to_event(1)
+        mean, log_variance = result.chunk(2, dim=-1)
         return dist.Normal(mean.sigmoid(), (0.5 * log_variance).exp()).to_event(1)
 
     def guide(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
@@ -182,5 +182,5 @@ class Training:
 def bound(vae: VAE, x: Tensor) -> tuple[float, float]:
     """The mean lower bound per image, with its standard error over the images."""
     elbo = TraceSGVB_ELBO()
-    found = torch.cat([elbo.bounds(vae.model, vae.guide, part).per_datum for part in x.split(500)])
-    return found.mean().item(), found.std().item() / len(found) ** 0.5
+    result = torch.cat([elbo.bounds(vae.model, vae.guide, part).per_datum for part in x.split(500)])
+    return result.mean().item(), result.std().item() / len(result) ** 0.5

@@ -112,10 +112,10 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
                     for seen in training.run(wanted):
                         bar.update(seen - bar.n)
                         for split, x in judged.items():
-                            found = judge(args, vae, x, name)
+                            result = judge(args, vae, x, name)
                             setting = (args.figure, data.name, size, latent, args.hidden, name)
                             run = args.seed, training.cpu_seconds, args.commit, machine()
-                            points.append(Point(*setting, seen, split, *run, *astuple(found)))
+                            points.append(Point(*setting, seen, split, *run, *astuple(result)))
                         bar.set_postfix_str(f"test {points[-1].value:.1f}", refresh=False)
                 rows = [asdict(point) for point in points]
                 write(rows, args.out / f"{args.figure}_{data.name}.csv")  # may be interrupted

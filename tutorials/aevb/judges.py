@@ -90,7 +90,7 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
     with warnings.catch_warnings():
         # Of the first stage's k-hat, which is not what is reported.
         warnings.simplefilter("ignore", UserWarning)
-        found = refine(
+        result = refine(
             vae.model,
             guide,
             x,
@@ -99,7 +99,7 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
             schedule=10,
             warmup=min(20, warmup),
         )
-    around = Around(found["z"])
+    around = Around(result["z"])
     evidence = log_evidence(vae.model, around.guide, x, num_particles=particles)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

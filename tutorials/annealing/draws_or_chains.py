@@ -102,12 +102,12 @@ def fit(model: Model, guide: AutoNormal, loss: Any, steps: int, name: str) -> di
 
 
 def draw(
-    found: dict[str, dict[str, dict[str, float]]], bands: dict[str, Tensor], path: Path
+    result: dict[str, dict[str, dict[str, float]]], bands: dict[str, Tensor], path: Path
 ) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 3, figsize=(12.5, 3.3), layout="constrained")
-    for panel, (name, rows) in zip(panels, found.items(), strict=False):
+    for panel, (name, rows) in zip(panels, result.items(), strict=False):
         gaps = [row["gap"] for row in rows.values()]
         best = min(gaps)
         colors = ["#2a6f97" if gap == best else "#a9c6d9" for gap in gaps]
@@ -139,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
     models = {LOGISTIC: logistic(), VOLATILITY: volatility(*simulated_returns())}
     results = Results(args.out / "draws_or_chains.csv", args.seed, argv)
     whitened = {"kernel": HMC(num_leapfrog=4, jitter=0.3), "coordinates": "whitened", "seed": 0}
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    result: dict[str, dict[str, dict[str, float]]] = {}
     bands: dict[str, Tensor] = {}
     with pyro.validation_enabled(False):
         for name, model in models.items():
             print(name)
-            start, rows = AutoNormal(model, init_scale=0.1), found.setdefault(name, {})
+            start, rows = AutoNormal(model, init_scale=0.1), result.setdefault(name, {})
             start()
             for label, loss in objectives().items():
                 guide = copy.deepcopy(start) if rows else start
@@ -170,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
                         "h"
                     ].reshape(-1, 200)
                     bands[label] = draws.quantile(draws.new_tensor([0.05, 0.95]), 0)
-    draw(found, bands, args.out / "draws_or_chains.png")
-    return found
+    draw(result, bands, args.out / "draws_or_chains.png")
+    return result
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 def _mnist(root: Path) -> tuple[Tensor, Tensor]:
     """Gray values in [0, 1], one image per row; torchvision downloads what is missing."""
-    found = []
+    result = []
     for kind in ("train", "t10k"):
         path = root / "MNIST" / "raw" / f"{kind}-images-idx3-ubyte.gz"
         if not path.exists():
@@ -80,5 +80,5 @@ def _mnist(root: Path) -> tuple[Tensor, Tensor]:
             MNIST(root, download=True)
         with gzip.open(path) as file:
             pixels = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8, offset=16)
-        found.append(pixels.view(-1, 784).float() / 255)
-    return found[0], found[1]
+        result.append(pixels.view(-1, 784).float() / 255)
+    return result[0], result[1]

@@ -82,8 +82,8 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "IWAE-10": lambda: TraceIWAE_ELBO(10),
     "IWAE-50": lambda: TraceIWAE_ELBO(50),
     # The gradient as Burda et al. (2016) write it; the default is doubly reparameterized.
-    "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, "reparam"),
-    "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, "reparam"),
+    "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, gradient_estimator="reparam"),
+    "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam"),
     "SIS-5-ULA": lambda: TraceSIS_ELBO(5, ULA()),
     "SIS-10-ULA": lambda: TraceSIS_ELBO(10, ULA()),
     # In the paper's coordinates; elsewhere chains move the encoder's noise.
@@ -152,8 +152,8 @@ class VAE(nn.Module):
             pyro.sample("x", self.likelihood(z).to_event(1), obs=x)
 
     def likelihood(self, z: Tensor) -> Any:
-        found = self.decoder(z)
-        return dist.Bernoulli(logits=found) if self.binary else dist.Normal(found, 1.0)
+        result = self.decoder(z)
+        return dist.Bernoulli(logits=result) if self.binary else dist.Normal(result, 1.0)
 
     def guide(self, x: Tensor) -> None:
         pyro.module("encoder", self.encoder)
@@ -276,14 +276,14 @@ def held_out(vae: VAE, x: Tensor, judge: Any, progress: str | None = None) -> Te
 
 def judged(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
     """The NLL of each image by each judge; what is finished is read, for it can take an hour."""
-    found = []
+    result = []
     for name, judge in judges().items():
         kept = path.with_suffix(f".{name}.pt")
         if not kept.exists():
             pyro.set_rng_seed(0)  # The judges' noise is the same for all.
             torch.save(-held_out(vae, x, judge, f"{path.stem}, {name}"), kept)
-        found.append(torch.load(kept, weights_only=True))
-    return found
+        result.append(torch.load(kept, weights_only=True))
+    return result
 
 
 def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) -> Result:

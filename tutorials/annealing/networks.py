@@ -30,11 +30,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.resize(x)
-        found = gelu(self.second(gelu(self.first(x))))
+        result = gelu(self.second(gelu(self.first(x))))
         if self.extra < 0:
-            return found
+            return result
         # Padding by nothing copies.
-        return found + (pad(x, (0, 0, 0, 0, 0, self.extra)) if self.extra else x)
+        return result + (pad(x, (0, 0, 0, 0, 0, self.extra)) if self.extra else x)
 
 
 def convolutional(

@@ -90,19 +90,19 @@ LEAPFROG = (0.2, 0.3, 0.4, 0.5, 0.6)
 def rows(known: bool = True) -> dict[str, Row]:
     """The bounds; ``known``: at the size of the earlier experiment."""
     iwae = {5: -1.62, 10: -1.21, 50: -0.58}
-    found = {"ELBO": Row(lambda _: TraceSGVB_ELBO(analytic_kl=False), published=-3.3)}
+    result = {"ELBO": Row(lambda _: TraceSGVB_ELBO(analytic_kl=False), published=-3.3)}
     for k, value in iwae.items():
-        found[f"IWAE-{k}"] = Row(lambda _, k=k: TraceIWAE_ELBO(k), published=value)
+        result[f"IWAE-{k}"] = Row(lambda _, k=k: TraceIWAE_ELBO(k), published=value)
     for k, value in ((5, -2.14), (10, -1.57)):
-        found[f"SIS-{k}, ULA, latent"] = Row(sis(k, ULA, "latent"), LATENT, value)
-        found[f"SIS-{k}, ULA"] = Row(sis(k, ULA), NOISE)
+        result[f"SIS-{k}, ULA, latent"] = Row(sis(k, ULA, "latent"), LATENT, value)
+        result[f"SIS-{k}, ULA"] = Row(sis(k, ULA), NOISE)
         for momentum in (0.5, 0.9):
             kernel = lambda step, m=momentum: UnderdampedLangevin(step, momentum=m)  # noqa: E731
-            found[f"SIS-{k}, underdamped {momentum}"] = Row(sis(k, kernel), LEAPFROG)
+            result[f"SIS-{k}, underdamped {momentum}"] = Row(sis(k, kernel), LEAPFROG)
     for k, value in ((5, -1.90), (10, -1.37)):
-        found[f"AIS-{k}, MALA, latent"] = Row(ais(k, "latent"), LATENT, value)
-        found[f"AIS-{k}, MALA"] = Row(ais(k), NOISE)
-    return found if known else {n: Row(row.make, row.steps) for n, row in found.items()}
+        result[f"AIS-{k}, MALA, latent"] = Row(ais(k, "latent"), LATENT, value)
+        result[f"AIS-{k}, MALA"] = Row(ais(k), NOISE)
+    return result if known else {n: Row(row.make, row.steps) for n, row in result.items()}
 
 
 def measure(pca: PCA, row: Row, search: int, repeats: int) -> dict[str, float]:
@@ -163,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
             results[name] = measure(pca, table[name], args.search, args.repeats)
             file.add(bound=name, **results[name], earlier=table[name].published)
     print(f"{'bound':26}{'gap':>8}{'error':>8}{'step':>9}{'accepted':>10}{'earlier':>9}")
-    for name, found in results.items():
-        gap, error, step, accepted = found.values()
+    for name, result in results.items():
+        gap, error, step, accepted = result.values()
         earlier = table[name].published
         print(
             f"{name:26}{gap:8.2f}{error:8.3f}{step:9.2g}{accepted:10.2f}"

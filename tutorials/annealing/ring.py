@@ -117,8 +117,8 @@ def sample(method: Method, x: Tensor, count: int) -> None:
     """Draws of the guide, and those that the objective's own refinement makes of them."""
 
     def draws(**options: Any) -> Tensor:
-        found = refine(model, method.guide, x, num_samples=count, **options)
-        return found["z"].reshape(-1, 2)
+        result = refine(model, method.guide, x, num_samples=count, **options)
+        return result["z"].reshape(-1, 2)
 
     method.draws = draws(num_particles=1)
     if isinstance(method.elbo, TraceIWAE_ELBO):
@@ -130,7 +130,7 @@ def sample(method: Method, x: Tensor, count: int) -> None:
         method.refined = draws(num_particles=candidates, **chain)
 
 
-def draw(found: list[Method], path: Path) -> None:
+def draw(result: list[Method], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     side = torch.linspace(-2.6, 2.6, 161)
@@ -138,8 +138,8 @@ def draw(found: list[Method], path: Path) -> None:
     density = log_joint(grid).exp()
     figure, axes = plt.subplots(
         2,
-        len(found) + 1,
-        figsize=(2.3 * (len(found) + 1), 4.9),
+        len(result) + 1,
+        figsize=(2.3 * (len(result) + 1), 4.9),
         sharex=True,
         sharey=True,
         layout="constrained",
@@ -162,7 +162,7 @@ def draw(found: list[Method], path: Path) -> None:
         ha="center",
         va="center",
     )
-    for i, method in enumerate(found, 1):
+    for i, method in enumerate(result, 1):
         axes[0, i].set_title(f"{method.name}\nbound {method.bound:.2f}", fontsize=10)
         for row, points, color in ((0, method.draws, "C0"), (1, method.refined, "C1")):
             if points is None:
@@ -196,11 +196,11 @@ def main(argv: Sequence[str] | None = None) -> list[Method]:
     args = parser.parse_args(argv)
 
     pyro.set_rng_seed(args.seed)
-    x, found = torch.tensor([X]), methods()
+    x, result = torch.tensor([X]), methods()
     results, exact = Results(args.out / "ring.csv", args.seed, argv), log_evidence()
     with pyro.validation_enabled(False):
         print(f"log evidence {exact:.3f}")
-        for method in found:
+        for method in result:
             train(method, x, args.steps)
             sample(method, x, args.draws)
             assert method.draws is not None
@@ -217,8 +217,8 @@ def main(argv: Sequence[str] | None = None) -> list[Method]:
                 f"{method.name:18} bound {method.bound:7.3f}, angles off by {distance:.2f}, "
                 f"refined {refined:.2f}"
             )
-    draw(found, args.out / "ring.png")
-    return found
+    draw(result, args.out / "ring.png")
+    return result
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": lambda z: torch.nn.functional.softplus(6 * z) / 2,
 }
 LOSSES = {
-    "SIS, underdamped": lambda: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, 0.7)),
+    "SIS, underdamped": lambda: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, momentum=0.7)),
     "SIS, ULA": lambda: TraceSIS_ELBO(3, kernel=ULA(0.05)),
     "AIS, MALA": lambda: TraceAIS_ELBO(3, kernel=MALA(0.05)),
 }
@@ -50,19 +50,19 @@ def bound(loss: Any, model: Any, x: Tensor, parameter: str, change: float, seed:
     value = pyro.param(parameter).unconstrained()
     with torch.no_grad():
         value.add_(change)
-    found = loss.loss(model, guide, x) / len(x)
+    result = loss.loss(model, guide, x) / len(x)
     with torch.no_grad():
         value.sub_(change)
-    return float(found)
+    return float(result)
 
 
 def gradient(loss: Any, model: Any, x: Tensor, parameter: str, seed: int) -> float:
     pyro.set_rng_seed(seed)
     loss.loss_and_grads(model, guide, x)
-    found = pyro.param(parameter).unconstrained().grad / len(x)
+    result = pyro.param(parameter).unconstrained().grad / len(x)
     for name in ("loc", "scale"):
         pyro.param(name).unconstrained().grad = None
-    return float(found)
+    return float(result)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,16 +78,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, make in LOSSES.items():
             for parameter in ("loc", "scale"):
                 pyro.clear_param_store()
-                loss, found, exact = make(), [], []
+                loss, result, exact = make(), [], []
                 for seed in range(args.seeds):
-                    found.append(gradient(loss, model, x, parameter, seed))
+                    result.append(gradient(loss, model, x, parameter, seed))
                     ends = [bound(loss, model, x, parameter, c, seed) for c in (0.02, -0.02)]
                     exact.append((ends[0] - ends[1]) / 0.04)
-                difference = torch.tensor(found) - torch.tensor(exact)
+                difference = torch.tensor(result) - torch.tensor(exact)
                 error = float(difference.std()) / args.seeds**0.5
                 print(
                     f"{activation:9} {name:17} {parameter:6}"
-                    f" gradient {sum(found) / args.seeds:6.3f},"
+                    f" gradient {sum(result) / args.seeds:6.3f},"
                     f" finite differences {sum(exact) / args.seeds:6.3f} ± {error:.3f}"
                 )
 

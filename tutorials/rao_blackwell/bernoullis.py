@@ -43,13 +43,13 @@ class Guide(nn.Module):
 
 def gradients(eta: float, elbo: TraceRaoBlackwell_ELBO, count: int) -> torch.Tensor:
     guide = Guide(eta)
-    found = []
+    result = []
     for _ in range(count):
         elbo.loss_and_grads(model, guide)
         assert guide.eta.grad is not None
-        found.append(guide.eta.grad.clone())
+        result.append(guide.eta.grad.clone())
         guide.eta.grad = None
-    return torch.stack(found)
+    return torch.stack(result)
 
 
 def curve(eta: float, elbo: TraceRaoBlackwell_ELBO, steps: int, lr: float) -> list[float]:
@@ -81,16 +81,16 @@ def main() -> None:
         row = [f"k = {k}"]
         for base in (None, IndependentDraw()):
             for eta in (0.0, -4.0):
-                found = gradients(eta, TraceRaoBlackwell_ELBO(k, baseline=base), args.draws)
-                error = found.std() / args.draws**0.5
-                row.append(f"{found.mean():.2e} ± {error:.0e}, var {found.var():.2e}")
+                result = gradients(eta, TraceRaoBlackwell_ELBO(k, baseline=base), args.draws)
+                error = result.std() / args.draws**0.5
+                row.append(f"{result.mean():.2e} ± {error:.0e}, var {result.var():.2e}")
                 results.add(
                     estimator="REINFORCE" if base is None else "REINFORCE+",
                     k=k,
                     eta=eta,
-                    gradient=found.mean().item(),
+                    gradient=result.mean().item(),
                     standard_error=error.item(),
-                    variance=found.var().item(),
+                    variance=result.var().item(),
                 )
         rows.append(row)
     header = ["", *(f"{b}, eta {e}" for b in ("REINFORCE", "REINFORCE+") for e in (0, -4))]

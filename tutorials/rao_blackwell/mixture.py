@@ -87,12 +87,14 @@ def main() -> None:
             train(x, TraceRaoBlackwell_ELBO(**options), args.steps, seed)  # type: ignore[arg-type]
             for seed in range(args.repeats)
         ]
-        found = torch.tensor(runs)
-        curves[name] = found.mean(0).tolist()
-        middle = found[:, found.shape[1] // 4]
-        spread = [f"{t.mean():.1f} ± {t.std() / len(t) ** 0.5:.1f}" for t in (middle, found[:, -1])]
+        result = torch.tensor(runs)
+        curves[name] = result.mean(0).tolist()
+        middle = result[:, result.shape[1] // 4]
+        spread = [
+            f"{t.mean():.1f} ± {t.std() / len(t) ** 0.5:.1f}" for t in (middle, result[:, -1])
+        ]
         rows.append([name, *spread])
-        for step, values in ((args.steps // 4, middle), (args.steps, found[:, -1])):
+        for step, values in ((args.steps // 4, middle), (args.steps, result[:, -1])):
             error = values.std().item() / len(values) ** 0.5
             loss = values.mean().item()
             results.add(method=name, step=step, negative_elbo=loss, standard_error=error)

@@ -84,8 +84,8 @@ class WideConv2d(nn.Conv2d):
         size = next_fast_len(height + 2 * pad), next_fast_len(width + 2 * pad)
         frames = torch.fft.rfft2(x, s=size)
         kernels = torch.fft.rfft2(self.weight.flip(-1, -2), s=size)
-        found = torch.fft.irfft2((frames.unsqueeze(1) * kernels).sum(2), s=size)
-        return found[..., pad : pad + height, pad : pad + width] + self.bias[:, None, None]
+        result = torch.fft.irfft2((frames.unsqueeze(1) * kernels).sum(2), s=size)
+        return result[..., pad : pad + height, pad : pad + width] + self.bias[:, None, None]
 
 
 class Inference(nn.Module):

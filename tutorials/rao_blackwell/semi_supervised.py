@@ -139,9 +139,9 @@ class Experiment:
     def evaluate(self, x: Tensor, label: Tensor) -> tuple[float, float]:
         """Test accuracy, and the negative ELBO of an image at its most probable label."""
         with torch.no_grad():
-            found = self.guide.classifier(x).argmax(-1)
-            loss = self.judge(x, one_hot(found, CLASSES).to(x)) / len(x)
-        return (found == label).double().mean().item(), loss.item()
+            result = self.guide.classifier(x).argmax(-1)
+            loss = self.judge(x, one_hot(result, CLASSES).to(x)) / len(x)
+        return (result == label).double().mean().item(), loss.item()
 
     def epochs(
         self,
@@ -206,26 +206,26 @@ def train(
 
     def row(epoch: int, seconds: float) -> dict[str, Any]:
         accuracy, bound = run.evaluate(test, truth)
-        found = {"method": name, "epoch": epoch, "accuracy": accuracy, "negative_elbo": bound}
-        return results.stamped(**found, seconds=seconds)
+        result = {"method": name, "epoch": epoch, "accuracy": accuracy, "negative_elbo": bound}
+        return results.stamped(**result, seconds=seconds)
 
     rows = []
-    for found in run.epochs(args.epochs, batches, args.out / f"{name}.pt", row):
-        results.add(**found)
-        rows.append(found)
+    for result in run.epochs(args.epochs, batches, args.out / f"{name}.pt", row):
+        results.add(**result)
+        rows.append(result)
         print(
-            f"{name:26s} epoch {found['epoch']:3d}: accuracy {found['accuracy']:.4f}, "
-            f"-ELBO {found['negative_elbo']:.2f}, {found['seconds']:.1f} s",
+            f"{name:26s} epoch {result['epoch']:3d}: accuracy {result['accuracy']:.4f}, "
+            f"-ELBO {result['negative_elbo']:.2f}, {result['seconds']:.1f} s",
             flush=True,
         )
     return rows
 
 
-def summarize(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
+def summarize(result: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """A table of the last epochs, and curves over all, given the rows of each method."""
     header = ["method", "test accuracy", "mean of last ten", "-ELBO at the MAP label", "s/epoch"]
     table = []
-    for name, rows in found.items():
+    for name, rows in result.items():
         accuracy, bound = rows[-1]["accuracy"], rows[-1]["negative_elbo"]
         mean = statistics.fmean(row["accuracy"] for row in rows[-10:])
         seconds = statistics.median(row["seconds"] for row in rows)
@@ -235,7 +235,7 @@ def summarize(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
         ("negative_elbo", "-ELBO at the MAP label", "semi_supervised"),
         ("accuracy", "test accuracy", "semi_supervised_accuracy"),
     ):
-        curves = {name: [row[key] for row in rows] for name, rows in found.items()}
+        curves = {name: [row[key] for row in rows] for name, rows in result.items()}
         draw_curves(out / f"{file}.png", curves, "epoch", label)
 
 
@@ -290,10 +290,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     few = min(5000, len(images) // 2)
     data = [images[:few], classes[:few], images[few:50_000], *test]
     start = warmed_up(args, data)
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for name in args.methods:
-        found[name] = train(args, name, data, start, results)
-        summarize(found, args.out)
+        result[name] = train(args, name, data, start, results)
+        summarize(result, args.out)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ class Model(nn.Module):
         self.decoder = nn.Linear(NUM_BARS, SIDE**2, bias=False)
         # Every field begins as its share of the mean image, and a little noise tells them apart:
         # from unequal starts one field may take two bars before another has taken any.
-        share = images.mean(0) / (NUM_BARS * PI)
+        fraction = images.mean(0) / (NUM_BARS * PI)
         noise = 0.1 * torch.randn(SIDE**2, NUM_BARS)
-        self.decoder.weight.data = share.unsqueeze(-1) + noise
+        self.decoder.weight.data = fraction.unsqueeze(-1) + noise
         self.logits = nn.Parameter(torch.full((NUM_BARS,), 1.0 / NUM_BARS).logit())
         self.log_sigma = nn.Parameter(0.5 * images.var().log())
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> list[float]:
     """Train in place; returns the free energy per image after each epoch."""
-    guide = TruncatedPosterior(model, states, EvolutionaryUpdate(3, 2, 1))
+    guide = TruncatedPosterior(model, states, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     steps = epochs * -(-len(model.images) // 32)
@@ -133,13 +133,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     pyro.enable_validation(False)
     results = Results(args.output.with_suffix(".csv"), argv=argv)
-    found, models, curves = 0, [], []
+    result, models, curves = 0, [], []
     print(f"true: {NUM_BARS} bars, pi {PI:.3f}, sigma {SIGMA:.3f}")
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         pyro.set_rng_seed(seed)
         model, own = best_of(make_data(500)[0], args.starts, args.epochs)
         count, pi, sigma = score(model)
-        found += (good := recovered(model))
+        result += (good := recovered(model))
         models.append(model)
         curves += own
         energies = {f"energy_{i}": curve[-1] for i, curve in enumerate(own)}
@@ -150,9 +150,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{'' if good else '  (not recovered)'}",
             flush=True,
         )
-    print(f"recovered in {found} of {args.seeds} seeds")
+    print(f"recovered in {result} of {args.seeds} seeds")
     draw(models, curves, args.output)
-    return found
+    return result
 
 
 if __name__ == "__main__":

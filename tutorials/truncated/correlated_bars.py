@@ -48,8 +48,8 @@ class Model(nn.Module):
         # It begins as the linear model: each latent has a unit and a field of its own.
         self.first.weight.data = torch.eye(NUM_BARS)
         self.first.weight.requires_grad_(not linear)
-        share = images.mean(0) / (NUM_BARS * PI)
-        self.second.weight.data = share.unsqueeze(-1) + 0.1 * torch.randn(SIDE**2, NUM_BARS)
+        fraction = images.mean(0) / (NUM_BARS * PI)
+        self.second.weight.data = fraction.unsqueeze(-1) + 0.1 * torch.randn(SIDE**2, NUM_BARS)
         self.logits = nn.Parameter(torch.full((NUM_BARS,), 1.0 / NUM_BARS).logit())
         self.log_sigma = nn.Parameter(0.5 * images.var().log())
 
@@ -81,7 +81,7 @@ def make_data(count: int) -> Tensor:
 
 def train(model: Model, epochs: int, rate: float = 1e-2) -> list[float]:
     """Train in place; returns the free energy per image after each epoch."""
-    guide = TruncatedPosterior(model, 64, EvolutionaryUpdate(3, 2, 1))
+    guide = TruncatedPosterior(model, 64, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=rate)
     steps = epochs * -(-len(model.images) // 32)
@@ -112,9 +112,9 @@ def evidence(model: Model, images: Tensor) -> Tensor:
 
 def pairs() -> tuple[list[tuple[int, int]], Tensor]:
     """All pairs of bars, and images of both together without noise."""
-    found = [(a, b) for a in range(NUM_BARS) for b in range(a + 1, NUM_BARS)]
+    result = [(a, b) for a in range(NUM_BARS) for b in range(a + 1, NUM_BARS)]
     fields = bars()
-    return found, torch.stack([fields[a] + fields[b] for a, b in found])
+    return result, torch.stack([fields[a] + fields[b] for a, b in result])
 
 
 def ratios(model: Model) -> Tensor:
@@ -122,8 +122,8 @@ def ratios(model: Model) -> Tensor:
     For the discouraged pairs: log p(image of both bars), minus the mean over the pairs that do not
     discourage each other.
     """
-    found, images = pairs()
-    discouraged = torch.tensor([set(p) in [set(q) for q in PAIRS] for p in found])
+    result, images = pairs()
+    discouraged = torch.tensor([set(p) in [set(q) for q in PAIRS] for p in result])
     value = evidence(model, images)
     return value[discouraged] - value[~discouraged].mean()
 

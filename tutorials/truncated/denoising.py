@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> float:
     hidden = 0 if args.linear else args.hidden or args.side**2
     model = Patches(patches, there.bool(), args.latents, hidden, args.start_sigma)
     evolution = EvolutionaryUpdate(*args.search, mutation=MUTATIONS[args.mutation]())
-    guide = TruncatedPosterior(model, args.states, evolution)
+    guide = TruncatedPosterior(model, args.states, evolution=evolution)
     objective = TraceTruncated_ELBO(args.gradient_states, max_plate_nesting=1)
     elbo = (CompiledELBO(objective) if args.compiled else objective)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)

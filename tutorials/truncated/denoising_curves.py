@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     runs = []
     for run in args.runs:
-        label, found, folder = run.partition("=")
-        if not found:
+        label, result, folder = run.partition("=")
+        if not result:
             parser.error(f"{run!r} is no LABEL=FOLDER, such as informed=results")
         runs.append((label, *read(Path(folder))))
     matplotlib.use("Agg")

@@ -36,8 +36,8 @@ def commit() -> str:
     """Of the repository; marked where files have been changed since."""
     ask = ["git", "describe", "--always", "--dirty"]
     folder = Path(__file__).parent
-    found = subprocess.run(ask, cwd=folder, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    result = subprocess.run(ask, cwd=folder, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
 
 
 def run(kind: type, key: Key, wanted: list[str], settings: Settings, rows: Rows) -> None:
@@ -55,8 +55,8 @@ def run(kind: type, key: Key, wanted: list[str], settings: Settings, rows: Rows)
                 rows.add(Row(*key, each, *judged(POSTERIORS[name], model, guide, settings, seed)))
             else:
                 loss = objective(each)
-                _, found = continued(model, guide, loss, settings, seed, lambda: bar.update())
-                rows.add(Row.of(key, each, found))
+                _, result = continued(model, guide, loss, settings, seed, lambda: bar.update())
+                rows.add(Row.of(key, each, result))
 
 
 def run_numpyro(key: Key, settings: Settings, rows: Rows) -> None:
@@ -114,10 +114,10 @@ def main() -> None:
     for name in args.models if args.numpyro else []:
         for seed in args.seeds:
             run_numpyro((args.commit, name, AutoNormal.__name__, seed, *length), settings, rows)
-    found = list(rows.posteriors(args.commit, *length))
-    print(f"{tables(found)}\n\nin {args.out}")
+    result = list(rows.posteriors(args.commit, *length))
+    print(f"{tables(result)}\n\nin {args.out}")
     if args.figure is not None:
-        figure(found, args.figure)
+        figure(result, args.figure)
         print(f"figure in {args.figure}")
 
 

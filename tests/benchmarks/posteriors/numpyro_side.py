@@ -140,5 +140,5 @@ def reference(name: str, draws: int, chains: int, seed: int) -> dict[str, numpy.
         progress_bar=False,
     )
     chain.run(jax.random.PRNGKey(seed))
-    found = chain.get_samples(group_by_chain=True).items()
-    return {n: numpy.array(v) for n, v in found if not n.endswith("_decentered")}
+    result = chain.get_samples(group_by_chain=True).items()
+    return {n: numpy.array(v) for n, v in result if not n.endswith("_decentered")}

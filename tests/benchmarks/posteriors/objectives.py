@@ -34,8 +34,8 @@ def objective(name: str) -> Any:
     """
     :raises ValueError: for a name that is none.
     """
-    found = _NAME.fullmatch(name)
-    family, size, chains = found.group("family", "size", "chains") if found else ("", None, None)
+    result = _NAME.fullmatch(name)
+    family, size, chains = result.group("family", "size", "chains") if result else ("", None, None)
     if family == "SGVB":
         return TraceSGVB_ELBO()
     kind = {"IWAE": TraceIWAE_ELBO, "SIS": TraceSIS_ELBO, "AIS": TraceAIS_ELBO}.get(

@@ -50,9 +50,9 @@ class Row:
         return self.commit, self.model, self.guide, self.seed, self.elbo_steps, self.steps
 
     @classmethod
-    def of(cls, key: Key, objective: str, found: Trained) -> Row:
+    def of(cls, key: Key, objective: str, result: Trained) -> Row:
         """A row of a trial."""
-        return cls(*key, objective, **asdict(found))
+        return cls(*key, objective, **asdict(result))
 
 
 class Rows(GrowingFile[Row]):
@@ -66,8 +66,8 @@ class Rows(GrowingFile[Row]):
 
     def evidence(self, model: str) -> Row | None:
         """Of all estimates, from whichever guides, the surest."""
-        found = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
-        return min(found, key=lambda row: row.error, default=None)
+        result = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
+        return min(result, key=lambda row: row.error, default=None)
 
     def posteriors(
         self, commit: str, elbo_steps: int, steps: int
@@ -92,15 +92,15 @@ def _mean(rows: list[Row]) -> Row:
     return Row(**{**asdict(rows[0]), **mean, "error": error})
 
 
-def tables(found: Found) -> str:
+def tables(result: Found) -> str:
     """Markdown: gaps in nats, milliseconds of a step, and how much longer a plain one takes."""
-    names = list(dict.fromkeys(n for _, by_name in found for n in by_name if n != EVIDENCE))
-    parts = ["Gaps to the evidence, in nats:", _table(found, names, _gap)]
+    names = list(dict.fromkeys(n for _, by_name in result for n in by_name if n != EVIDENCE))
+    parts = ["Gaps to the evidence, in nats:", _table(result, names, _gap)]
     parts += [
         "Milliseconds of a step:",
-        _table(found, names, lambda row, _: f"{row.milliseconds:.1f}"),
+        _table(result, names, lambda row, _: f"{row.milliseconds:.1f}"),
         "A plain step, in recorded ones:",
-        _table(found, names, lambda row, _: "" if math.isnan(row.plain) else f"{row.plain:.1f}"),
+        _table(result, names, lambda row, _: "" if math.isnan(row.plain) else f"{row.plain:.1f}"),
     ]
     return "\n\n".join(parts)
 
@@ -111,29 +111,29 @@ def _gap(row: Row, evidence: Row) -> str:
     return f"{evidence.bound - row.bound:.2f} ± {row.error:.2f}"
 
 
-def _table(found: Found, names: list[str], cell: Any) -> str:
+def _table(result: Found, names: list[str], cell: Any) -> str:
     lines = [["posterior", "evidence", *names], ["---", *["---:"] * (len(names) + 1)]]
-    for posterior, rows in found:
+    for posterior, rows in result:
         judge = rows[EVIDENCE]
         cells = [cell(rows[n], judge) if n in rows else "" for n in names]
         lines.append([posterior, f"{judge.bound:.2f} ± {judge.error:.2f}", *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def figure(found: Found, path: Path) -> None:
+def figure(result: Found, path: Path) -> None:
     """Gap over the time of a step, one panel for each posterior, up to a bit above the ELBO's."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = min(4, len(found))
-    height = -(-len(found) // columns)
+    columns = min(4, len(result))
+    height = -(-len(result) // columns)
     size = (3.4 * columns, 2.9 * height)
     drawn, axes = pyplot.subplots(height, columns, figsize=size, squeeze=False)
-    for panel in axes.flat[len(found) :]:
+    for panel in axes.flat[len(result) :]:
         panel.set_visible(False)
-    for panel, (posterior, by_name) in zip(axes.flat, found, strict=False):
+    for panel, (posterior, by_name) in zip(axes.flat, result, strict=False):
         evidence = by_name[EVIDENCE]
         by_name = {n: row for n, row in by_name.items() if not math.isnan(row.bound)}
         for (family, chains), points in _families(by_name).items():
@@ -170,7 +170,7 @@ def _families(by_name: dict[str, Row]) -> dict[tuple[str, str], list[Row]]:
     """Rows that one line joins: of one kind of objective, and one number of chains."""
     families: dict[tuple[str, str], list[Row]] = {}
     for name, row in by_name.items():
-        found = re.fullmatch(r"([A-Za-z-]+?)(?:-\d+)?(?:x(\d+))?", name)
-        if found and name != EVIDENCE:
-            families.setdefault((found[1], found[2] or ""), []).append(row)
+        result = re.fullmatch(r"([A-Za-z-]+?)(?:-\d+)?(?:x(\d+))?", name)
+        if result and name != EVIDENCE:
+            families.setdefault((result[1], result[2] or ""), []).append(row)
     return families

@@ -107,8 +107,8 @@ def begin(posterior: Posterior, guide: type, settings: Settings, seed: int, prog
     model = posterior.make()
     auto = guide(model, init_scale=0.1)
     auto()  # which makes its parameters
-    found = train(model, auto, TraceSGVB_ELBO(), settings, settings.elbo_steps, progress)
-    return model, auto, found
+    result = train(model, auto, TraceSGVB_ELBO(), settings, settings.elbo_steps, progress)
+    return model, auto, result
 
 
 def continued(model: Any, guide: Any, loss: Any, settings: Settings, seed: int, progress: Progress):
@@ -131,7 +131,7 @@ def judged(
     if posterior.evidence is not None:
         return posterior.evidence(), 0.0
     pyro.clear_param_store()
-    found = log_evidence(
+    result = log_evidence(
         model,
         copy.deepcopy(guide),
         num_particles=settings.judge_chains,
@@ -141,4 +141,4 @@ def judged(
         joint=True,
         seed=seed,
     )
-    return float(found.total), float(found.total_standard_error)
+    return float(result.total), float(result.total_standard_error)

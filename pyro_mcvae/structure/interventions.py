@@ -31,7 +31,7 @@ from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_reco
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
 from pyro_mcvae.programs.vmap import Mode, particle_plates
-from pyro_mcvae.structure.dependencies import Read, ReadRecorder, reads_of_latents
+from pyro_mcvae.structure.provenance import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
 
@@ -74,7 +74,7 @@ def _random() -> random.Random:
 
 
 @contextmanager
-def other_draws() -> Iterator[None]:
+def reseeded() -> Iterator[None]:
     """Make draws differ from those of a run that began with the same random state."""
     with isolated():
         seed = _random().getrandbits(31)
@@ -113,7 +113,7 @@ _COUNTS = type(constraints.nonnegative_integer)
 def intervene(
     sites: Mapping[str, Site],
     values: Mapping[str, Tensor],
-    others: Mapping[str, Tensor],
+    other_values: Mapping[str, Tensor],
     where: Mapping[str, Tensor],
     undefined: bool,
 ) -> Values:
@@ -121,13 +121,13 @@ def intervene(
     Change some entries of latents.
 
     :param values: each latent's value.
-    :param others: another value of each.
+    :param other_values: another value of each.
     :param where: the changed entries of each, broadcast with the batch dims of its value.
     :param bool undefined: whether floating-point entries become NaN, instead of another value.
     """
     changed = dict(values)
     for name, chosen in where.items():
-        value, new = values[name], others[name]
+        value, new = values[name], other_values[name]
         if undefined and value.is_floating_point():
             new = changed_draw(lambda v: torch.full_like(v, math.nan), value)
         if value.shape != new.shape:
@@ -176,7 +176,7 @@ class _Untraced(Messenger):
 
 def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
     """
-    For each factor that depends on an untraced draw, find the plates whose elements share it.
+    Find, for each factor that depends on an untraced draw, the plates whose elements share it.
 
     :param run: a run of the programs; if no computed value is scored, the result is empty.
     """
@@ -237,7 +237,7 @@ def find_dependent_plates(
     at: Mapping[str, Tensor] | None = None,
 ) -> DependentPlates:
     """
-    For each factor, find the plates around it across which it depends on random guide sites.
+    Find, for each factor, the plates across which it depends on random guide sites.
 
     For a sequential plate the key has the factor's iteration. Batch normalization does not count:
     its purpose is to let data depend on each other.
@@ -252,14 +252,14 @@ def find_dependent_plates(
     with probing(programs), ReadRecorder() as recorder:
         first = probe(programs, subsamples, at, leading=leading())
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
-    with other_draws():
-        others = {n: other_value(s) for n, s in latents.items()}
+    with reseeded():
+        other_values = {n: other_value(s) for n, s in latents.items()}
         halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
     if not halves:
         return DependentPlates({}, [])
     values = {n: s["value"] for n, s in latents.items()}
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
-    experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
+    experiment = _Experiment(programs, first, latents, values, other_values, bool(reads), leading)
     if at is not None and latents.keys() <= at.keys():
         experiment.start_from(first)
     links = _plates_of_reads(first, latents, reads)
@@ -361,7 +361,7 @@ class _Experiment:
 
     :param latents: the random sites of the guide.
     :param values: their values.
-    :param others: other values.
+    :param other_values: other values.
     :param reads: whether Python code reads their values; NaN could then change its control flow.
     """
 
@@ -371,12 +371,13 @@ class _Experiment:
         first: Probe,
         latents: Mapping[str, Site],
         values: Values,
-        others: Values,
+        other_values: Values,
         reads: bool,
         leading: Callable[[], Leading],
     ) -> None:
         self._programs, self._subsamples, self._leading = programs, first.subsamples, leading
-        self._first, self._latents, self._values, self._others = first, latents, values, others
+        self._first, self._latents, self._values = first, latents, values
+        self._other_values = other_values
         smooth = [v.is_floating_point() for v in values.values()]
         self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
         # With a single latent, only the model's factors are tested.
@@ -414,7 +415,7 @@ class _Experiment:
         before = self._baseline(generic)
         for subset in subsets:
             where = subset.where(self._latents, self._values)
-            moved = intervene(self._latents, self._values, self._others, where, undefined)
+            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
             after = self._terms(moved)
             for key, term in before.items():
                 old = term.log_prob.detach()
@@ -448,7 +449,7 @@ class _Experiment:
                 name: torch.stack([_at_depth(mask.get(name, _NOTHING), nesting) for mask in masks])
                 for name in self._latents
             }
-            moved = intervene(self._latents, self._values, self._others, where, undefined)
+            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
             terms = self._terms(moved, leading)
             return {key: t.log_prob.detach() for key, t in terms.items()}
 

@@ -131,26 +131,26 @@ def test_the_value_is_the_plain_elbo(size):
     exact = Linear(size, MANY)
     elbo = WakeSleep(num_particles=2)
     with pyro.validation_enabled(False):
-        found = torch.tensor([elbo.loss(exact.model, exact.guide, exact.x) for _ in range(40)])
+        result = torch.tensor([elbo.loss(exact.model, exact.guide, exact.x) for _ in range(40)])
     p = exact.values
     q = dist.Normal(p["a"] * exact.x + p["c"], p["log_s"].exp())
     error = (exact.x - p["w"] * q.loc - p["b"]) ** 2 + (p["w"] * q.scale) ** 2
     likelihood = -error / (2 * SIGMA**2) - math.log(SIGMA) - 0.5 * math.log(2 * math.pi)
     kl = torch.distributions.kl_divergence(q, dist.Normal(torch.zeros(MANY), 1.0))
-    assert_mean(found, -(likelihood - kl).sum())
+    assert_mean(result, -(likelihood - kl).sum())
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_every_way_to_the_loss_agrees(vectorize):
     exact = Linear(5)
-    found = []
+    result = []
     for name in ("loss", "differentiable_loss", "loss_and_grads", "bounds"):
         elbo = WakeSleep(2, vectorize_particles=vectorize)
         pyro.set_rng_seed(0)
         value = getattr(elbo, name)(exact.model, exact.guide, exact.x)
         value = -value.total if name == "bounds" else value
-        found.append(float(torch.as_tensor(value).detach()))
-    assert all(math.isclose(found[0], other, rel_tol=1e-9) for other in found)
+        result.append(float(torch.as_tensor(value).detach()))
+    assert all(math.isclose(result[0], other, rel_tol=1e-9) for other in result)
     elbo = WakeSleep()
     pyro.clear_param_store()
     elbo.differentiable_loss(exact.model, exact.guide, exact.x).backward()

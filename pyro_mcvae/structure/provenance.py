@@ -321,9 +321,7 @@ def find_dependencies(
 
     def with_escaped(key: FactorKey, parents: frozenset[str]) -> frozenset[str]:
         steps = _iterations(traces[key.program].nodes[key.name])
-        same = (
-            n for n, own in escaped.items() if all(steps.get(p, t) == t for p, t in own.items())
-        )
+        same = (n for n, at in escaped.items() if all(steps.get(p, t) == t for p, t in at.items()))
         return parents.union(same)
 
     return deps._replace(factors={key: with_escaped(key, f) for key, f in deps.factors.items()})

@@ -32,8 +32,8 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import Term, guide_terms
 from pyro_mcvae.programs.types import FactorKey, Program, Site
-from pyro_mcvae.structure import dependencies
-from pyro_mcvae.structure.dependencies import Escapes
+from pyro_mcvae.structure import provenance
+from pyro_mcvae.structure.provenance import Escapes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,12 +62,12 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
 
 def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
     """
-    The dream's data by site, with the model's own data where these are masked out.
+    Return the simulated data by site, with the model's own data where they are masked out.
 
     :param model_trace: a run of the model on the data.
     :raises ValueError: naming a site that was not dreamt, or in another shape than its data.
     """
-    found = {}
+    values = {}
     for name, site in model_trace.nodes.items():
         if not is_scored(site) or not site["is_observed"] or is_factor(site["fn"]):
             continue
@@ -83,8 +83,8 @@ def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
         counted = counted_values(site)
         if counted is not None:
             new = torch.where(counted, new, value)
-        found[name] = new.detach()
-    return found
+        values[name] = new.detach()
+    return values
 
 
 def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
@@ -132,9 +132,9 @@ def check_factors(programs: Programs, run: Run) -> None:
     if not factors:
         return
     tracked = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-    found = dependencies.find_dependencies(programs, tracked, run.subsamples).factors
+    parents_of = provenance.find_dependencies(programs, tracked, run.subsamples).factors
     for name in factors:
-        parents = found.get(FactorKey("model", name), tracked)
+        parents = parents_of.get(FactorKey("model", name), tracked)
         if parents:
             raise ValueError(
                 f"the model's factor '{name}' depends on {', '.join(map(repr, sorted(parents)))}, "
@@ -146,14 +146,14 @@ def check_factors(programs: Programs, run: Run) -> None:
 
 def check_reads(programs: Programs, run: Run) -> None:
     """
-    Check that only the guide reads the observed values from the arguments, and that it does.
+    Check that the guide, and only the guide, reads the observed values from the arguments.
 
-    A dream would mix with the data in a model that reads them, beside ``obs=``; a guide that does
-    not read them sees the data elsewhere, where no dream comes. Found by running both once
-    more, with the observed tensors among the arguments tracked.
+    Simulated data would mix with the real ones in a model that reads them outside ``obs=``. A guide
+    that does not read them from the arguments would not get the simulated data. One more run of
+    both tracks the observed tensors among the arguments.
 
     :raises ValueError: naming a site of the model whose distribution depends on observed values, or
-        saying that the guide's do not.
+        if the guide's distributions do not.
     """
     with isolated(programs.owners), torch.no_grad():
         dreamt = dream(programs, run.subsamples)
@@ -163,7 +163,7 @@ def check_reads(programs: Programs, run: Run) -> None:
         changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
         marked = _Marked(programs, changed)
         read = marked.readers(lambda p: dream(p, run.subsamples))
-        seen = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
+        readers = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
@@ -171,7 +171,7 @@ def check_reads(programs: Programs, run: Run) -> None:
             f"use the values that pyro.sample returns, pass covariates as other tensors than the "
             f"observed ones, or make the guide's arguments by dream_args"
         )
-    if seen == []:
+    if readers == []:
         raise ValueError(
             f"the guide reads the data of {', '.join(map(repr, sorted(values)))} from none of the "
             f"arguments in which the model observes them, so that it would not see a dream: read "
@@ -203,19 +203,17 @@ class _Marked:
         self._programs = replace(programs, args=args, kwargs=kwargs)
 
     def readers(self, run: Callable[[Programs], Trace]) -> list[str] | None:
-        """
-        The sites whose distribution was computed from marked tensors; None if that is not known.
-        """
+        """Return the sites whose distribution was computed from marked tensors; None if unknown."""
         try:
             with torch.enable_grad(), pyro.validation_enabled(False):
                 with Escapes() as escapes:
                     trace = run(self._programs)
-                found = [n for n, s in trace.nodes.items() if self._reads(s)]
+                names = [n for n, s in trace.nodes.items() if self._reads(s)]
         except Exception:
             # Operators that refuse tracked tensors: such programs cannot be checked.
             return None
         # What became of data that turned into Python numbers is not known.
-        return found if found or not escapes.names else None
+        return names if names or not escapes.names else None
 
     def _reads(self, site: Site) -> bool:
         if not is_scored(site) or is_factor(site["fn"]):
@@ -225,7 +223,7 @@ class _Marked:
             return True
         log_prob = detach_provenance(log_prob)
         return log_prob.requires_grad and not self._ids.isdisjoint(
-            dependencies.autograd_leaves(log_prob)
+            provenance.autograd_leaves(log_prob)
         )
 
 
@@ -249,38 +247,36 @@ class WakeSleep(MonteCarloELBO):
         \text{sleep:} \quad & \max_\phi\; \frac{N}{B} \sum_n
             E_{p_\theta(z) p_\theta(x \mid z)} \log q_\phi(z \mid x)
 
-    In the wake phase the guide draws latents of the data, and the model learns to make both
-    likely. In the sleep phase the model dreams: it draws latents and data on the same minibatch,
-    and the guide learns to recognize the latents in the dreamt data. Nothing is
-    reparameterized, so latents may be discrete. Together the two are not the gradient of any
-    function, and no bound of the evidence is maximised. The value reported is the plain ELBO of
-    the wake phase, a bound that compares with the other objectives'.
+    In the wake phase the guide draws latents of the data, and the model's likelihood of both is
+    maximised. In the sleep phase the model simulates latents and data on the same minibatch, and
+    the guide is trained to infer the latents. Draws need no reparameterization, so latents may be
+    discrete. Together the two gradients are not the gradient of any function, and no bound of the
+    evidence is maximised. The reported value is the plain ELBO of the wake phase, a bound that is
+    comparable with other objectives.
 
-    **How a dream reaches the guide.** The guide is called with the arguments of the step in which
-    the observed tensors are replaced by dreamt ones: ``svi.step(x)`` with ``obs=x`` calls
-    ``guide(x_dreamt)``. Observed tensors are found among the arguments, in nested lists and
-    dictionaries as well, by identity or by shared memory (``obs=x[t]``, ``obs=x.view(-1, 784)``),
-    or as copies, also of a plate's rows (``obs=x[idx]``). Entries that a mask takes out of the
-    model's density keep their value. Data that are not among the arguments (a global variable, an
-    attribute) cannot be replaced and are refused by name; where arguments follow from the data in
-    another way, say how by ``dream_args``. A guide that reads the data from another argument than
-    the model observes is refused too, since no dream would come there. Other arguments, such as
-    covariates, stay as they are.
+    **Arguments of the guide.** In the sleep phase the observed tensors among the arguments are
+    replaced by simulated ones: ``svi.step(x)`` with ``obs=x`` calls ``guide(x_simulated)``.
+    Observed tensors are found by identity, by shared memory (``obs=x[t]``, ``obs=x.view(-1,
+    784)``), or as copies, including rows of a plate (``obs=x[idx]``), also in nested lists and
+    dictionaries. Masked entries keep their value. Data outside the arguments (a global variable, an
+    attribute) raise an error. If arguments depend on the data in another way, pass ``dream_args``.
+    A guide that reads the data from another argument than the model raises an error too. Other
+    arguments, such as covariates, are not changed.
 
-    The model must be a joint density from which latents and data can be drawn by running it: a
-    ``pyro.factor`` that depends on latents is refused, and so is a model that reads the
-    observed values from its arguments, as in ``Normal(x[t - 1], 1)``; take the value that
-    ``pyro.sample`` returns, which is the dreamt one in a dream. Guides with auxiliary
-    sites (AutoGuides) have no density of the model's latents and are refused as well.
+    Running the model must draw latents and data from their joint density. A ``pyro.factor`` that
+    depends on latents raises an error, and so does a model that reads the observed values from its
+    arguments, as in ``Normal(x[t - 1], 1)``. Use the value that ``pyro.sample`` returns instead; in
+    the sleep phase it is the simulated one. Guides with auxiliary sites (AutoGuides) have no
+    density of the model's latents and raise an error too.
 
     :param int num_particles: draws of z in the wake phase.
-    :param int num_dreams: dreamt minibatches in the sleep phase.
-    :param dream_args: a function ``(dream, *args, **kwargs) -> (args, kwargs)`` that makes the
-        guide's arguments, where ``dream`` has the dreamt value of each observed site by name.
+    :param int num_dreams: simulated minibatches in the sleep phase.
+    :param dream_args: a function ``(dream, *args, **kwargs) -> (args, kwargs)`` that returns the
+        guide's arguments, where ``dream`` has the simulated value of each observed site by name.
     :param options: ``max_plate_nesting``, ``vectorize_particles`` (of the wake phase),
         ``strict_enumeration_warning`` and ``retain_graph``, as in Pyro; see
         :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
-    :raises ValueError: for counts below 1; at a step, for what is refused above.
+    :raises ValueError: for counts below 1, and at a step in the cases above.
 
     [1] Hinton, Dayan, Frey, Neal (1995), *The Wake-Sleep Algorithm for Unsupervised Neural
     Networks*.
@@ -308,6 +304,7 @@ class WakeSleep(MonteCarloELBO):
     def __init__(
         self,
         num_particles: int = 1,
+        *,
         num_dreams: int = 1,
         dream_args: DreamArgs | None = None,
         **options: Unpack[ELBOOptions],
@@ -343,7 +340,7 @@ class WakeSleep(MonteCarloELBO):
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 
     def _sleep(self, programs: Programs, run: Run) -> Run:
-        """The guide's terms of a dream on the minibatch of a wake run."""
+        """Return the guide's terms on simulated data, for the minibatch of the wake step."""
         self._check(programs, run)
         with torch.no_grad():
             dreamt = dream(programs, run.subsamples)
@@ -354,13 +351,15 @@ class WakeSleep(MonteCarloELBO):
     def _with_dream(self, programs: Programs, run: Run, values: dict[str, Tensor]) -> Programs:
         if self.dream_args is None:
             return substitute(programs, run.model_trace.nodes, values, run.subsamples)
-        found = self.dream_args(values, *programs.args, **programs.kwargs)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        arguments = self.dream_args(values, *programs.args, **programs.kwargs)
+        if not (
+            isinstance(arguments, tuple) and len(arguments) == 2 and isinstance(arguments[1], dict)
+        ):
             raise ValueError(
                 f"dream_args must return the guide's arguments as a pair (args, kwargs), such as "
-                f"((x,), {{}}), got {type(found).__name__}"
+                f"((x,), {{}}), got {type(arguments).__name__}"
             )
-        return replace(programs, args=tuple(found[0]), kwargs=found[1])
+        return replace(programs, args=tuple(arguments[0]), kwargs=arguments[1])
 
     def _check(self, programs: Programs, run: Run) -> None:
         """Once for each structure that the programs show, if these are not too many."""

@@ -12,7 +12,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.coordinates.layout import Packing, SiteShape
+from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.slots import one_hot
 from pyro_mcvae.programs.sites import bare
 from pyro_mcvae.programs.types import PlateKey, Site, SiteError, plate_key

@@ -55,7 +55,7 @@ class ChainStates(nn.Module):
 
     def resume(self, sample: WeightedParticles, drawn: Tensor) -> Tensor:
         """
-        Where the minibatch's chains stand; data that come for the first time begin at ``drawn``.
+        Return the stored positions of the minibatch's chains; new data start at ``drawn``.
 
         :param drawn: positions, shape ``[K, *plates, D]``.
         """
@@ -66,8 +66,8 @@ class ChainStates(nn.Module):
             self.visited = torch.zeros(sizes, dtype=torch.bool, device=drawn.device)
         self._check(sample, drawn)
         known = self.visited[index] if index else self.visited
-        kept = self.positions[_of_all_chains(index)]
-        return torch.where(known[..., None], kept.to(drawn), drawn)
+        stored = self.positions[_of_all_chains(index)]
+        return torch.where(known[..., None], stored.to(drawn), drawn)
 
     @torch.no_grad()
     def keep(self, sample: WeightedParticles, positions: Tensor) -> None:
@@ -110,7 +110,7 @@ class ChainStates(nn.Module):
 
 
 def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
-    """The indices of the minibatch in each plate, broadcast against each other."""
+    """Return the indices of the minibatch in each plate, broadcast against each other."""
     if len(sample.blocks) != 1 or len(sample.blocks[0].dims) != len(sample.blocks[0].plates):
         raise ValueError(
             "persistent=True finds the chains of a datum by the indices of its plates, but the "
@@ -154,8 +154,8 @@ class Call:
         self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
 
     def is_same(self, programs: Programs) -> bool:
-        """Whether another step has the same programs, on data that have not changed."""
-        if self._read.refused or programs.pair != self.programs.pair:
+        """Return whether another step has the same programs and unchanged data."""
+        if self._read.unsupported or programs.pair != self.programs.pair:
             return False
         leaves = _leaves(programs)
         same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
@@ -182,59 +182,57 @@ class _Draw:
     Posterior draws of a minibatch that serve several updates.
 
     :ivar call: the model, the guide and the data that they were drawn for.
-    :ivar left: how many updates they still serve.
+    :ivar num_left: the number of further updates.
     """
 
     sample: WeightedParticles
     call: Call
-    left: int
+    num_left: int
 
 
 class MonteCarloEM(ChainELBO):
     r"""
     Monte Carlo expectation maximisation [1], a baseline of Kingma and Welling [2, appendix E].
 
-    The model's parameters follow the complete-data likelihood at draws from the posterior,
+    The model's gradient is that of the complete-data likelihood at draws from the posterior,
 
     .. math::
         \nabla_\theta \log p_\theta(x_n)
             = E_{p_\theta(z \mid x_n)} \nabla_\theta \log p_\theta(x_n, z)
             \approx \frac{1}{K} \sum_k \nabla_\theta \log p_\theta(x_n, z_{nk}),
 
-    which are made by ``num_steps`` transitions of a Markov kernel that leaves the posterior
-    invariant: per datum, each accepted or rejected by itself. The gradient is exact in expectation
-    if the chains have reached the posterior, and biased towards where they began otherwise.
+    which come from ``num_steps`` transitions of a Markov kernel that leaves the posterior
+    invariant, accepted or rejected per datum. The gradient is exact in expectation if the chains
+    have reached the posterior, and otherwise biased.
 
-    * **Where a chain begins.** At a draw of the guide, which knows the latents and whose noise is
-      the chain's coordinate. The guide's own parameters follow the plain ELBO, so that chains
-      begin better as training goes on; a guide without parameters, such as the prior,
-      makes it the classic algorithm. With ``persistent=True`` the chain of each datum goes on
-      where it stood at the last visit (and begins at the guide's draw at the first), which
-      forgets the guide, at the cost of memory for a state per datum. Data are then
-      known by the indices of their plates, so that these must name them:
+    * **Start.** A chain starts at a draw of the guide and moves the guide's noise. The guide trains
+      with the plain ELBO, so that starts improve during training. With a guide without parameters,
+      such as the prior, this is the classic algorithm. With ``persistent=True`` the chain of each
+      datum continues from its last position, and only the first start is a draw of the guide. This
+      stores a state for each datum. The indices of the plates must then identify the data:
       ``pyro.plate("data", N, subsample=indices)`` for minibatches from a loader, or
       ``subsample_size=``; never ``pyro.plate("data", len(x))`` around varying minibatches. The
       chains are saved and loaded with ``state_dict()``; in a distributed run each rank has its own.
-    * **Several updates per draw.** A draw costs many times an update. With
-      ``updates_per_draw=5``, as in [2], steps 2 to 5 after a draw use it again: call ``svi.step``
-      five times with the same arguments. Where a plate draws its own minibatch, that minibatch
-      is held; where the arguments change (other tensors, or written to), new draws are made.
+    * **Several updates per draw.** A draw costs many times an update. With ``updates_per_draw=5``,
+      as in [2], steps 2 to 5 after a draw use it again: call ``svi.step`` five times with the same
+      arguments. If a plate draws its own minibatch, that minibatch is reused. If the arguments
+      change (other tensors, or written to), new draws are made.
     * **Global latents** are drawn from their guide and trained by the ELBO, unless ``joint=True``
       moves them with the local ones.
 
-    The value reported is the plain ELBO of the guide, before its draws are moved: a lower
-    bound that compares with the other objectives', though it is not what is maximised. With a poor
-    guide (a prior) it says little: evaluate the model by its evidence.
+    The value reported is the plain ELBO of the guide, before its draws are moved: a lower bound
+    that is comparable with other objectives, although it is not maximised. With a poor guide (a
+    prior) it is loose: evaluate the model by its evidence.
 
     :param int num_steps: transitions per draw.
-    :param Kernel kernel: an adjusted one; ``HMC`` with 10 leapfrog steps by default, whose step
-        size adapts to an acceptance of 0.9, and of which every move takes 0.7 to 1 times.
+    :param Kernel kernel: an adjusted one; by default ``HMC`` with 10 leapfrog steps and a jitter of
+        0.3, whose step size adapts to an acceptance of 0.9.
     :param int num_particles: independent chains per datum, averaged.
     :param int updates_per_draw: steps that use a draw.
-    :param bool persistent: go on where the chain of each datum stood.
+    :param bool persistent: continue the chain of each datum from its last position.
     :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents;
-        ``"latent"`` by default for persistent chains, which then do not move as the guide is
-        trained, and ``"noise"`` otherwise.
+        The default is ``"latent"`` for persistent chains, so that training the guide does not move
+        them, and ``"noise"`` otherwise.
     :param bool joint: move global latents together with local ones; without subsampled plates
         only.
     :param progress: show a bar of a draw's transitions, as :func:`log_evidence` does; None for
@@ -243,7 +241,7 @@ class MonteCarloEM(ChainELBO):
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is the guide's.
-    :ivar states: where persistent chains stand; None without.
+    :ivar states: the states of persistent chains; None without.
     :raises ValueError: for counts below 1, an unadjusted kernel; at the first step for discrete
         latents, for programs in which no latent can be weighed by itself, and with ``persistent``
         for several separate plates of data or sequential ones.
@@ -278,6 +276,7 @@ class MonteCarloEM(ChainELBO):
         self,
         num_steps: int = 1,
         kernel: Kernel | None = None,
+        *,
         num_particles: int = 1,
         updates_per_draw: int = 1,
         persistent: bool = False,
@@ -323,7 +322,7 @@ class MonteCarloEM(ChainELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
-        served = draw is not None and draw.left > 0 and draw.call.is_same(programs)
+        served = draw is not None and draw.num_left > 0 and draw.call.is_same(programs)
         if torch.is_grad_enabled() and draw is not None and served:
             sample = self.sampler.replay_detached(programs, draw.sample)
             if sample is not None:
@@ -334,7 +333,7 @@ class MonteCarloEM(ChainELBO):
             return super().estimate(programs)
 
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
-        """A step at earlier draws; its value is the guide's ELBO of the same minibatch, again."""
+        """Take a step with earlier draws; its value is the guide's ELBO of the same minibatch."""
         with torch.no_grad():
             fresh = self.sampler.resample(programs, draw.sample, sample.num_particles)
             bound = fresh.log_weight.mean(0)
@@ -343,7 +342,7 @@ class MonteCarloEM(ChainELBO):
         shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
 
         def finish() -> None:
-            draw.left -= 1
+            draw.num_left -= 1
             draw.call = Call(programs, draw.call.executed)  # what the programs have written now
 
         surrogate = as_scalar(local + shared)

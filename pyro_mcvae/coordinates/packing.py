@@ -152,7 +152,7 @@ class Packing:
             parts[site.block].append(as_shape(value, shape))
         parts = parts if all(parts) else self._with_empty(parts)
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
-        return blocks[0] if len(blocks) == 1 else self._side_by_side(blocks)
+        return blocks[0] if len(blocks) == 1 else self._concatenated(blocks)
 
     def _with_empty(self, parts: list[list[Tensor]]) -> list[list[Tensor]]:
         """Add empty vectors for blocks without a site."""
@@ -160,7 +160,7 @@ class Packing:
         empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
         return [p or e for p, e in zip(parts, empty, strict=True)]
 
-    def _side_by_side(self, blocks: list[Tensor]) -> Tensor:
+    def _concatenated(self, blocks: list[Tensor]) -> Tensor:
         depth = max(self._widths)
         sizes = [math.prod(s) for s in self._shapes]
         flat_blocks = [
@@ -403,15 +403,15 @@ def _mask_moves_error(name: str, draws: frozenset[str]) -> ValueError:
     )
 
 
-def check_names(records: list[Record], packing: Packing, others: frozenset[str]) -> None:
+def check_names(records: list[Record], packing: Packing, fixed_sites: frozenset[str]) -> None:
     """
     Check that all draws have the same sites, as packing needs.
 
-    :param others: the guide's sites that are not packed.
+    :param fixed_sites: the guide's sites that are not packed.
     :raises ValueError: naming a site that only some draws have.
     """
     for record in records:
-        differing = (record.keys() | others) ^ (packing.sites.keys() | others)
+        differing = (record.keys() | fixed_sites) ^ (packing.sites.keys() | fixed_sites)
         if differing:
             raise ValueError(
                 f"guide site '{min(differing)}' is drawn in some executions and not in others, "

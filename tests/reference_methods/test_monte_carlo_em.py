@@ -61,7 +61,9 @@ def test_gradient_is_exact_where_chains_begin_at_the_posterior(size, options):
 def test_gradient_is_exact_after_long_chains(coordinates):
     exact = ProbabilisticPCA(p=3, N=100, sigma=0.5, family="mean_field")
     step = 0.3 if coordinates == "noise" else 0.12
-    elbo = MonteCarloEM(8, HMC(step, 5), num_particles=3, coordinates=coordinates, **QUICK)
+    elbo = MonteCarloEM(
+        8, HMC(step, num_leapfrog=5), num_particles=3, coordinates=coordinates, **QUICK
+    )
     assert_gradient(elbo, exact, fisher(exact), 8)
 
 
@@ -80,20 +82,20 @@ def test_constrained_latents():
     (wanted,) = torch.autograd.grad((a * b.log() - (a + x) * torch.log1p(b)).sum(), b)
     exact.values = {"theta_b": exact.b, **exact.values}
     # Trajectories about as long as the log latents are broad, lest they return to the start.
-    elbo = MonteCarloEM(10, HMC(0.16, 4), num_particles=100, **QUICK)
+    elbo = MonteCarloEM(10, HMC(0.16, num_leapfrog=4), num_particles=100, **QUICK)
     assert_mean(gradients(elbo, exact, 8)["theta_b"], wanted)
 
 
 def test_the_value_is_the_plain_elbo_by_every_way():
     exact = ConjugateGaussian(N=60, subsample_size=30)
-    elbo = MonteCarloEM(2, HMC(0.3, 2), num_particles=2)
-    found = []
+    elbo = MonteCarloEM(2, HMC(0.3, num_leapfrog=2), num_particles=2)
+    result = []
     for name in ("loss", "differentiable_loss", "loss_and_grads", "bounds"):
         pyro.set_rng_seed(0)
         value = getattr(elbo, name)(exact.model, exact.guide)
         value = -value.total if name == "bounds" else value
-        found.append(float(torch.as_tensor(value).detach()))
-    assert all(math.isclose(found[0], other, rel_tol=1e-9) for other in found)
+        result.append(float(torch.as_tensor(value).detach()))
+    assert all(math.isclose(result[0], other, rel_tol=1e-9) for other in result)
     with pyro.validation_enabled(False):
         values = torch.tensor([elbo.loss(exact.model, exact.guide) for _ in range(50)])
     assert_mean(-values, exact.elbo())
@@ -148,9 +150,9 @@ def test_persistent_chains_forget_a_poor_guide():
     def bias(exact, count, block, **options):
         """In standard errors, of the mean of blocks: chains are correlated in time."""
         pyro.clear_param_store()
-        elbo = MonteCarloEM(1, HMC(0.4, 2), num_particles=100, **options, **QUICK)
-        found, wanted = gradients(elbo, exact, count), exact.gradient()
-        blocks = {n: v[20:].reshape(-1, block).mean(1) for n, v in found.items()}
+        elbo = MonteCarloEM(1, HMC(0.4, num_leapfrog=2), num_particles=100, **options, **QUICK)
+        result, wanted = gradients(elbo, exact, count), exact.gradient()
+        blocks = {n: v[20:].reshape(-1, block).mean(1) for n, v in result.items()}
         return {n: (v.mean() - wanted[n]) / (v.std() / len(v) ** 0.5) for n, v in blocks.items()}
 
     assert all(abs(b) < 4.5 for b in bias(Line(size=4), 120, 10, persistent=True).values())
@@ -159,7 +161,7 @@ def test_persistent_chains_forget_a_poor_guide():
 
 def test_persistent_chains_are_found_by_the_indices_of_their_plates():
     exact = Line()
-    elbo = MonteCarloEM(1, HMC(0.3, 2), persistent=True)
+    elbo = MonteCarloEM(1, HMC(0.3, num_leapfrog=2), persistent=True)
     elbo.loss_and_grads(exact.model, exact.guide, torch.tensor([5, 2]))
     first = elbo.states.positions.clone()
     assert elbo.states.visited.nonzero().flatten().tolist() == [2, 5]
@@ -184,13 +186,13 @@ def test_persistent_chains_of_two_plates_and_of_none():
             if observe:
                 pyro.sample("x", dist.Normal(z, 1.0), obs=x[rows[:, None], columns])
 
-    elbo = MonteCarloEM(1, HMC(0.3, 2), persistent=True)
+    elbo = MonteCarloEM(1, HMC(0.3, num_leapfrog=2), persistent=True)
     elbo.loss_and_grads(lambda: crossed(True), lambda: crossed(False))
     assert elbo.states.positions.shape == (1, 4, 3, 1)
     assert elbo.states.visited.nonzero().tolist() == [[0, 1], [0, 2], [3, 1], [3, 2]]
 
     exact = HierarchicalGaussian(N=4)
-    elbo = MonteCarloEM(1, HMC(0.1, 2), persistent=True, joint=True)
+    elbo = MonteCarloEM(1, HMC(0.1, num_leapfrog=2), persistent=True, joint=True)
     elbo.loss_and_grads(exact.model, exact.guide)
     assert elbo.states.visited.shape == ()
     elbo.loss_and_grads(exact.model, exact.guide)
@@ -241,7 +243,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
 
 def test_updates_between_draws_use_the_same_latents():
     exact = ProbabilisticPCA(p=3, N=6, sigma=0.5, subsample_size=3)
-    elbo = MonteCarloEM(2, HMC(0.2, 3), updates_per_draw=3, num_particles=2)
+    elbo = MonteCarloEM(2, HMC(0.2, num_leapfrog=3), updates_per_draw=3, num_particles=2)
     svi = SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
     seen, losses = [], []
 
@@ -261,7 +263,7 @@ def test_updates_between_draws_use_the_same_latents():
 
 def test_gradient_of_a_later_update():
     exact = ProbabilisticPCA(p=3, N=4, sigma=0.5)
-    elbo = MonteCarloEM(1, HMC(0.2, 3), updates_per_draw=2, num_particles=3, **QUICK)
+    elbo = MonteCarloEM(1, HMC(0.2, num_leapfrog=3), updates_per_draw=2, num_particles=3, **QUICK)
     elbo.loss_and_grads(exact.model, exact.guide)
     sample = elbo._draw.sample
     z = sample.runs[0].model_trace.nodes["z"]["value"].reshape(3, 4, 2).clone()
@@ -271,10 +273,10 @@ def test_gradient_of_a_later_update():
     theta = {n: exact.values[n].clone().requires_grad_() for n in ("theta0", "theta1")}
     loc = theta["theta0"] + z @ theta["theta1"].T
     wanted = dist.Normal(loc, exact.sigma).log_prob(exact.x).sum() / 3
-    found = dict(pyro.get_param_store().named_parameters())
+    result = dict(pyro.get_param_store().named_parameters())
     for name, grad in zip(theta, torch.autograd.grad(wanted, list(theta.values())), strict=True):
-        assert torch.allclose(-found[name].grad, grad)
-    assert all(found[n].grad is None for n in ("W", "c", "log_s"))
+        assert torch.allclose(-result[name].grad, grad)
+    assert all(result[n].grad is None for n in ("W", "c", "log_s"))
 
 
 def test_a_later_update_with_global_latents_and_a_structured_guide():
@@ -298,7 +300,11 @@ def test_a_later_update_with_global_latents_and_a_structured_guide():
     for vectorize in (False, True):
         pyro.clear_param_store()
         elbo = MonteCarloEM(
-            1, HMC(0.2, 2), updates_per_draw=2, num_particles=2, vectorize_particles=vectorize
+            1,
+            HMC(0.2, num_leapfrog=2),
+            updates_per_draw=2,
+            num_particles=2,
+            vectorize_particles=vectorize,
         )
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
         svi.step(x)
@@ -324,13 +330,13 @@ def test_other_arguments_are_drawn_for_anew():
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
 
-    elbo = MonteCarloEM(1, HMC(0.2, 2), updates_per_draw=100)
+    elbo = MonteCarloEM(1, HMC(0.2, num_leapfrog=2), updates_per_draw=100)
     x = torch.zeros(3)
     left = []
 
     def step(*args):
         elbo.loss_and_grads(model, guide, *args)
-        left.append(elbo._draw.left)
+        left.append(elbo._draw.num_left)
 
     step(x, 1.0)
     step(x, 1.0)
@@ -395,7 +401,7 @@ def test_data_that_have_changed_are_drawn_for_anew(place, kind):
         with pyro.plate("data", 20):
             pyro.sample("z", dist.Normal(torch.zeros(20), 1.0))
 
-    elbo = MonteCarloEM(10, HMC(0.5, 3), updates_per_draw=5)
+    elbo = MonteCarloEM(10, HMC(0.5, num_leapfrog=3), updates_per_draw=5)
     gradients, left = [], []
     for step in range(4):
         if step == 2:
@@ -403,7 +409,7 @@ def test_data_that_have_changed_are_drawn_for_anew(place, kind):
         unread.losses.append(elbo.loss_and_grads(model, guide, *args))
         parameter = pyro.get_param_store()._params["loc"]
         gradients.append(-parameter.grad.item() / 20)
-        left.append(elbo._draw.left)
+        left.append(elbo._draw.num_left)
         parameter.grad = None
     assert left == [4, 3, 4, 3]
     # E[z - loc | x] is half of x, with a standard error of 0.7 / sqrt(20).
@@ -413,13 +419,13 @@ def test_data_that_have_changed_are_drawn_for_anew(place, kind):
 
 def test_copies_make_their_own_draws():
     exact = Line()
-    elbo = MonteCarloEM(1, HMC(0.2, 2), updates_per_draw=3, persistent=True)
+    elbo = MonteCarloEM(1, HMC(0.2, num_leapfrog=2), updates_per_draw=3, persistent=True)
     elbo.loss_and_grads(exact.model, exact.guide)
     for other in (copy.deepcopy(elbo), pickle.loads(pickle.dumps(elbo))):
         assert other._draw is None
         assert (other.states.positions == elbo.states.positions).all()
         other.loss_and_grads(exact.model, exact.guide)
-    assert elbo._draw.left == 2
+    assert elbo._draw.num_left == 2
 
 
 # --- What is refused ------------------------------------------------------------------------------
@@ -439,7 +445,9 @@ def test_what_is_refused_at_once():
 def refused(make, match, **options):
     exact = make()
     with pytest.raises(ValueError, match=match):
-        MonteCarloEM(1, HMC(0.1, 1), **options).loss_and_grads(exact.model, exact.guide)
+        MonteCarloEM(1, HMC(0.1, num_leapfrog=1), **options).loss_and_grads(
+            exact.model, exact.guide
+        )
 
 
 def test_what_is_refused_at_a_step():
@@ -448,7 +456,7 @@ def test_what_is_refused_at_a_step():
 
 
 def test_chains_of_other_data_are_refused():
-    elbo = MonteCarloEM(1, HMC(0.1, 1), persistent=True)
+    elbo = MonteCarloEM(1, HMC(0.1, num_leapfrog=1), persistent=True)
     for exact in (ConjugateGaussian(N=3), NestedGaussian(G=2, M=2)):
         if isinstance(exact, ConjugateGaussian):
             elbo.loss_and_grads(exact.model, exact.guide)
