@@ -351,7 +351,9 @@ class MonteCarloEM(ChainELBO):
             estimate, surrogate=surrogate, runs=[*fresh.runs, *sample.runs], finish=finish
         )
 
-    def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
+    def _surrogate(
+        self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor
+    ) -> Tensor:
         sample = density.log_weight.detached(chain.state.position)
         self._latest = sample, density.log_weight
         return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)

@@ -622,7 +622,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
             finite_loss(estimate)
         if estimate.finish is not None:
             estimate.finish()
-        loss = with_gradient_of(-estimate.value, estimate.surrogate)
+        loss = with_gradient_of(estimate.value, estimate.surrogate)
         if checked and loss.requires_grad and not is_recording():
             check = GradientCheck(estimate.runs, self)
             loss.register_hook(lambda _: after_backward(check.raise_if_not_finite))

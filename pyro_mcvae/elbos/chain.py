@@ -254,8 +254,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             density, slots = self._density(programs, gradient)
             chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
-            bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
-            surrogate = self._surrogate(density, chain, slots) if wanted else bound
+            bound = slots.sum(self._average(slots.each(chain.log_weight)))
+            surrogate = self._surrogate(density, chain, slots, bound) if wanted else bound
             estimate = weighted_estimate(density.log_weight.first.sample, bound, surrogate)
             if wanted:
                 cost = partial(self._cost, density, chain, slots)
@@ -307,14 +307,16 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         again = twice and self._smoothness.look(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
-    def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
-        """Per datum, a tensor with the gradient: ``[*plates]``."""
+    def _surrogate(
+        self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor
+    ) -> Tensor:
+        """Per datum, a tensor with the gradient: ``[*plates]``; the bound if it is."""
         if self.gradient_estimator == "reweighted":
             return _reweighted(density, chain, slots)
+        if not self.kernel.adjusted:
+            return slots.without_entropy(bound)
         chain = slots.chain(chain)
-        surrogate = self._average(chain.log_weight)
-        if self.kernel.adjusted:
-            surrogate = surrogate + accept_score(chain, self.multi_sample)
+        surrogate = self._average(chain.log_weight) + accept_score(chain, self.multi_sample)
         return slots.without_entropy(slots.sum(surrogate))
 
     def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
@@ -349,7 +351,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return chain.log_weight
 
     def _average(self, log_weight: Tensor) -> Tensor:
-        return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
+        if self.multi_sample:
+            return log_mean_exp(log_weight)
+        return log_weight.squeeze(0) if len(log_weight) == 1 else log_weight.mean(0)
 
     def _adapt(self, chain: Chain) -> None:
         step_size = self.kernel.step_size

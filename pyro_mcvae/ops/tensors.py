@@ -154,13 +154,13 @@ class Generators:
 
 def with_gradient_of(value: Tensor, surrogate: Tensor) -> Tensor:
     """
-    Return a loss with the gradient of minus a surrogate, whose value is not used.
+    Return minus a value, with the gradient of minus a surrogate, whose value is not used.
 
     Example::
 
         >>> from pyro_mcvae.ops.tensors import with_gradient_of
         >>> x = torch.tensor(2.0, requires_grad=True)
-        >>> loss = with_gradient_of(torch.tensor(7.0), x * float("inf") * 0 + 3 * x)
+        >>> loss = with_gradient_of(torch.tensor(-7.0), x * float("inf") * 0 + 3 * x)
         >>> loss.item()
         7.0
     """
@@ -173,7 +173,7 @@ class _WithGradientOf(torch.autograd.Function):
 
     @staticmethod
     def forward(value: Tensor, surrogate: Tensor) -> Tensor:
-        return value.detach().clone()
+        return -value
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

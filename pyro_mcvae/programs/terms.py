@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution
 
 from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.exact_logs import exact_logs
 from pyro_mcvae.programs.sites import (
     RELAXED,
@@ -26,6 +27,7 @@ from pyro_mcvae.programs.sites import (
     is_scored,
     layers,
     naming_site,
+    observes_data,
     reparameterized,
     unscaled_log_prob,
     with_mask,
@@ -153,9 +155,9 @@ class Term:
     """
     One factor of the weight of one run.
 
-    :ivar log_prob: the site's log density with the user's scale and mask, not the plates' N/B;
-        shape ``[leading, *batch]``.
-    :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
+    :ivar density: :attr:`log_prob`, or a function that computes it when it is first asked for.
+    :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through; None for
+        all of it.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
     :ivar left_out: whether it is the draw of an auxiliary variable, whose density is not part of
         the weight.
@@ -164,11 +166,20 @@ class Term:
 
     key: FactorKey
     site: Site
-    log_prob: Tensor
-    entropy: Tensor | int = 0
+    density: Tensor | Callable[[], Tensor]
+    entropy: Tensor | int | None = 0
     score: Tensor | int = 0
     left_out: bool = False
     members: tuple[Term, ...] = ()
+
+    @cached_property
+    def log_prob(self) -> Tensor:
+        """
+        Return the site's log density with the user's scale and mask, not the plates' N/B.
+
+        Its shape is ``[leading, *batch]``.
+        """
+        return self.density if isinstance(self.density, Tensor) else self.density()
 
     @cached_property
     def in_guide(self) -> bool:
@@ -182,7 +193,7 @@ class Term:
     def without_density(self) -> Term:
         """Return the term of a draw that keeps its score but is no factor of the weight."""
         zero = torch.zeros_like(self.log_prob)
-        return replace(self, log_prob=zero, entropy=0, left_out=True)
+        return replace(self, density=zero, entropy=0, left_out=True)
 
     @cached_property
     def form(self) -> SiteForm:
@@ -193,7 +204,11 @@ class Term:
         plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
         batch, event = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
         marks = tuple([site["infer"].get(mark) for mark in _MARKS])
-        shapes, members = (batch, event, self.log_prob.shape), tuple([t.form for t in self.members])
+        # A density that is not computed has its shape from these.
+        deferred = site["value"], site["mask"]
+        parts = (self.density,) if isinstance(self.density, Tensor) else deferred
+        shape = tuple([getattr(part, "shape", None) for part in parts])
+        shapes, members = (batch, event, shape), tuple([t.form for t in self.members])
         return SiteForm(self.key, observed, draw, plates, type(fn), shapes, marks, members)
 
     @property
@@ -225,33 +240,49 @@ def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]
             continue  # a flow without an inverse
 
 
-def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None = None) -> Term:
-    """Return the term of a scored model site; pass ``key`` and ``log_prob`` to reuse them."""
-    if log_prob is None:
-        log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
-    return Term(key or FactorKey("model", site["name"]), site, log_prob)
+def model_term(
+    site: Site,
+    key: FactorKey | None = None,
+    log_prob: Tensor | None = None,
+    defers: bool = False,
+) -> Term:
+    """
+    Return the term of a scored model site; pass ``key`` and ``log_prob`` to reuse them.
+
+    :param bool defers: compute the density when it is first asked for, if it is the same then.
+    """
+    key = key or FactorKey("model", site["name"])
+    if defers and not may_cache(site["fn"]):
+        return Term(key, site, partial(_log_prob, site, "model"))
+    return Term(key, site, _log_prob(site, "model") if log_prob is None else log_prob)
 
 
-def guide_term(site: Site, key: FactorKey | None = None) -> Term:
-    """Return the term of a scored guide site; pass ``key`` to reuse it."""
+def _log_prob(site: Site, program: str) -> Tensor:
+    return sites.masked(site, sites.unscaled_log_prob(site, program))
+
+
+def guide_term(site: Site, key: FactorKey | None = None, defers: bool = False) -> Term:
+    """Return the term of a scored guide site; ``key`` and ``defers`` as in :func:`model_term`."""
     key = key or FactorKey("guide", site["name"])
+    if defers and _is_pathwise(site):
+        return Term(key, site, partial(_log_prob, site, "guide"), None)
     stored_log_prob = noted(site, "log_prob")
     if stored_log_prob is None:
         return _scored_term(site, key)
     # Computed from the noise of the value; see NoiseCoordinate.log_prob.
     log_prob = sites.masked(site, stored_log_prob)
-    return Term(key, site, log_prob, log_prob)
+    return Term(key, site, log_prob, None)
 
 
 def _scored_term(site: Site, key: FactorKey) -> Term:
     """Return the term of a draw, from Pyro's parts."""
     parts = score_parts(site)
-    entropy: Tensor | int
+    entropy: Tensor | int | None
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:
         # An observed site of a guide is a function of the draws and of parameters: it has a
         # gradient, whether or not a score function comes with it.
-        entropy = log_prob
+        entropy = None
     elif is_identically_zero(parts.entropy_term):
         entropy = 0
     else:
@@ -260,14 +291,21 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     return Term(key, site, log_prob, entropy, score)
 
 
-def model_terms(model_trace: Trace) -> list[Term]:
+def _is_pathwise(site: Site) -> bool:
+    """Return whether the term of a draw is its density, with all of its gradient."""
+    fn = site["fn"]
+    known = not (may_cache(fn) or is_rejection_sampled(fn))
+    return known and is_random(site) and reparameterized(site)
+
+
+def model_terms(model_trace: Trace, defers: bool = False) -> list[Term]:
     """Return the log density of every scored site of the model."""
-    return [model_term(s) for s in scored(model_trace)]
+    return [model_term(s, defers=defers) for s in scored(model_trace)]
 
 
-def guide_terms(guide_trace: Trace) -> list[Term]:
+def guide_terms(guide_trace: Trace, defers: bool = False) -> list[Term]:
     """Return the log density of every site of the guide that is a factor of the weight."""
-    return [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
+    return [guide_term(s, defers=defers) for s in scored(guide_trace) if not observes_data(s)]
 
 
 def observed_terms(guide_trace: Trace) -> list[Term]:
@@ -277,9 +315,8 @@ def observed_terms(guide_trace: Trace) -> list[Term]:
     They are not draws, so no weight includes them. Averages of log p - log q include them, as in
     Pyro.
     """
-    return [_observed_term(s) for s in scored(guide_trace) if sites.observes_data(s)]
+    return [_observed_term(s) for s in scored(guide_trace) if observes_data(s)]
 
 
 def _observed_term(site: Site) -> Term:
-    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
-    return Term(FactorKey("guide", site["name"]), site, log_prob, log_prob)
+    return Term(FactorKey("guide", site["name"]), site, _log_prob(site, "guide"), None)
