@@ -53,26 +53,33 @@ class Chain:
     movable: Tensor | None = None
     past: list[Tensor] = field(default_factory=list)
 
-    def mean(self, value: Tensor) -> Tensor:
+    def mean(self, value: Tensor, keep: int = 0) -> Tensor:
         """
         Return the mean over all chains that can move, each as much as it counts; a scalar.
 
         :param value: shape ``[*any, *batch]``.
+        :param int keep: how many of the first dims are kept.
         """
+        dims = tuple(range(keep, value.dim()))
         weight = self.weight
         if self.movable is not None:
             moves = self.movable.any(-1).to(value)
             weight = moves if weight is None else weight * moves
         if weight is None:
-            return value.mean()
+            return value.mean(dims)
         weight = weight.expand(value.shape)
-        return (weight * value).sum() / weight.sum()
+        return (weight * value).sum(dims) / weight.sum(dims)
 
     @property
     def gradient(self) -> Tensor | None:
         """The gradients that step sizes adapt by, shape ``[*batch, D]``."""
         gradient = self.start.grad_joint
         return None if gradient is None else of_moving(gradient, self.movable)
+
+    @property
+    def acceptance(self) -> Tensor:
+        """The acceptance of each transition, shape ``[transitions, *batch]``."""
+        return torch.stack([info.acceptance for info in self.infos])
 
     @property
     def mean_acceptance(self) -> Tensor:
@@ -82,7 +89,7 @@ class Chain:
         nats: a few diverged chains, which a mean of probabilities hides, ruin it. The two means
         agree where no chain diverges.
         """
-        acceptance = torch.stack([info.acceptance for info in self.infos])
+        acceptance = self.acceptance
         if self.infos[0].accepted is not None:
             return self.mean(acceptance)
         return self.mean(acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log()).exp()
@@ -152,7 +159,8 @@ def anneal(
         past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
         return Chain(rest[0], start, state, infos, list(rest[steps]), None, movable, past)
     log_weight = state.log_base + state.log_weight - start.log_base
-    log_weight = log_weight + sum(i.log_ratio for i in infos)
+    ratios = [info.log_ratio for info in infos]
+    log_weight = log_weight + sum(ratios[1:], ratios[0])
     return Chain(log_weight, start, state, infos, [], movable=movable)
 
 

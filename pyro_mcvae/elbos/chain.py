@@ -107,8 +107,8 @@ class ChainRecord:
     def of(cls, chain: Chain, step_size: Tensor, betas: Tensor, slots: OneSlot) -> ChainRecord:
         """The record of a chain."""
         log_weight = slots.fold(chain.log_weight.detach())
-        means = [chain.mean(info.acceptance) for info in chain.infos]
-        acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
+        moved = bool(chain.infos)
+        acceptance = chain.mean(chain.acceptance, 1) if moved else log_weight.new_zeros(0)
         return cls(acceptance, step_size, betas, log_weight, slots.weight)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,16 @@ def guard(condition: Tensor) -> bool:
         [tensor(False)]
     """
     return True if add_guard(condition) else bool(condition)
+
+
+def guard_finite(value: Tensor) -> bool:
+    """Return whether a scalar is finite; :func:`guard` it while a step is recorded."""
+    return guard(value - value == 0) if _open else math.isfinite(value.item())
+
+
+def guard_at_most(value: Tensor, limit: float) -> bool:
+    """Return whether a scalar is at most ``limit``; :func:`guard` it while a step is recorded."""
+    return guard(value <= limit) if _open else value.item() <= limit
 
 
 def add_guard(condition: Tensor) -> bool:

@@ -210,7 +210,7 @@ def ais(vae: Plain, x: Tensor, num_steps: int = 5, eta: float = 0.05) -> Tensor:
         change = change + 0.5 * (noise.square() - back.square()).sum(-1)
         log_accept = change.clamp(max=0.0)
         accepted = torch.rand_like(log_accept) < log_accept.exp()
-        rejected = torch.log(-torch.expm1(torch.where(accepted, -1.0, log_accept)))
+        rejected = torch.log(-torch.expm1(log_accept.masked_fill(accepted, -1.0)))
         scores.append(torch.where(accepted, log_accept, rejected))
         a, b = accepted, accepted.unsqueeze(-1)
         where = (b, a, a, b)
