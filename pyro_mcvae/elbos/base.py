@@ -31,6 +31,7 @@ from pyro_mcvae.ops.tensors import (
     costs_nothing_to_read,
     is_recording,
     read,
+    total_norm,
     with_gradient_of,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
@@ -178,12 +179,7 @@ class GradientCheck:
 
     def total(self) -> Tensor | None:
         """A number that is finite only if all gradients are; None where there is none."""
-        found = [g for p in self._trained() if (g := p.grad) is not None]
-        sums = [(g._values() if g.is_sparse else g).sum() for g in found]
-        if not sums:
-            return None
-        like = sums[0]
-        return torch.stack([s if s.dtype == like.dtype else s.to(like) for s in sums]).sum()
+        return total_norm(g for p in self._trained() if (g := p.grad) is not None)
 
     def clear(self) -> None:
         """Set the gradients to None."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -116,6 +117,15 @@ def read(*numbers: Tensor) -> list[float]:
     wide = torch.float32 if numbers[0].device.type == "mps" else torch.float64
     found: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
     return found
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the sum of the tensors' norms, finite only if they are; None if there are none."""
+    dense = [t._values() if t.is_sparse else t for t in tensors]
+    if not dense:
+        return None
+    widest = reduce(torch.promote_types, (t.dtype for t in dense), torch.float32)
+    return torch.stack(torch._foreach_norm([t.detach() for t in dense], dtype=widest)).sum()
 
 
 def follow(module: nn.Module, like: Tensor) -> None:
