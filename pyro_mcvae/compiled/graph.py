@@ -198,26 +198,32 @@ def _fold(graph: Graph) -> None:
         meta = node.meta.get("tensor_meta")
         if node not in fixed or meta is None or not meta.dtype.is_floating_point:
             continue
-        args = [numbers.get(a, a) if isinstance(a, Node) else a for a in node.args]
-        args = [a for a in args if not isinstance(a, list)]  # shapes
-        if (number := _number(node, args)) is not None:
-            numbers[node] = torch.tensor(number, dtype=meta.dtype).item()
+        given = [numbers.get(a, a) if isinstance(a, Node) else a for a in node.args]
+        args = [a for a in given if not isinstance(a, list)]  # without shapes
+        if (known := _number(node, args)) is not None:
+            numbers[node] = torch.tensor(known, dtype=meta.dtype).item()
             if node.target not in _VIEWS:
                 _fill(node, numbers[node])
         elif node.target in _BINARY and len(args) == 2 and not node.kwargs:
             if node.target in (_aten.mul.Tensor, _aten.add.Tensor) and node.args[0] in numbers:
                 node.args, args = node.args[::-1], args[::-1]
-            x, number = node.args[0], args[1]
-            if isinstance(number, float | int) and isinstance(x, Node) and _alike(x, node):
-                nothing = "1.0" if node.target in _SCALED else "0.0"
-                same = node.target != _aten.add.Tensor and str(float(number)) == nothing  # -0 + 0
-                if same and shares.get(x, x).op == "call_function":
-                    node.replace_all_uses_with(x)
-                elif number == -1 and node.target in _SCALED:
-                    node.target, node.args = _aten.neg.default, (x,)
-                elif node.target != _aten.div.Tensor or abs(math.frexp(number)[0]) == 0.5:
-                    # Some devices multiply by the reciprocal of a number.
-                    node.args = (x, number)
+            _take_number(node, args[1], shares)
+
+
+def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
+    """Let an operation on two tensors take a number instead of the second, or go."""
+    x = node.args[0]
+    if not (isinstance(number, float | int) and isinstance(x, Node) and _alike(x, node)):
+        return
+    nothing = "1.0" if node.target in _SCALED else "0.0"
+    same = node.target != _aten.add.Tensor and str(float(number)) == nothing  # -0 + 0 is 0
+    if same and shares.get(x, x).op == "call_function":
+        node.replace_all_uses_with(x)
+    elif number == -1 and node.target in _SCALED:
+        node.target, node.args = _aten.neg.default, (x,)
+    elif node.target != _aten.div.Tensor or abs(math.frexp(number)[0]) == 0.5:
+        # Some devices multiply by the reciprocal of a number.
+        node.args = (x, number)
 
 
 def _alike(node: Node, other: Node) -> bool:

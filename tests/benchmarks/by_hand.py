@@ -95,6 +95,28 @@ class Categories(Plain):
         terms = binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none")
         return -terms.sum(-1) - math.log(z.shape[-1])
 
+    def log_guide(self, log_q: Tensor, index: Tensor, z: Tensor) -> Tensor:
+        """At some categories, as indices ``[*batch, n]`` and as one-hot vectors."""
+        return log_q.gather(-1, index).t()
+
+
+class CategoricalDistributions(Categories):
+    """The same by PyTorch's distributions."""
+
+    def guide(self, x: Tensor) -> Any:
+        self.fn = distributions.OneHotCategorical(logits=self.vae.encoder(x), validate_args=False)
+        return self.fn.logits
+
+    def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
+        logits = x.new_zeros(self.vae.latent)
+        prior = distributions.OneHotCategorical(logits=logits, validate_args=False)
+        data = distributions.Bernoulli(logits=self.vae.decoder(z), validate_args=False)
+        data = distributions.Independent(data, 1, validate_args=False)
+        return prior.log_prob(z) + data.log_prob(x)
+
+    def log_guide(self, log_q: Tensor, index: Tensor, z: Tensor) -> Tensor:
+        return self.fn.log_prob(z)
+
 
 class BareCategories(Categories):
     """The same of the programs as Pyro runs them."""
@@ -230,8 +252,9 @@ def rao_blackwell(vae: Categories, x: Tensor, num_categories: int = 1) -> Tensor
     drawn = q.detach().scatter(-1, best, 0.0).multinomial(1)
     rest = (1 - top.sum(-1, keepdim=True)).clamp_min(1e-30)
     weight = torch.cat([top, rest], -1).t()
-    z = one_hot(torch.cat([best, drawn], -1).t(), q.shape[-1]).to(x)
-    at = log_q.gather(-1, torch.cat([best, drawn], -1)).t()
+    index = torch.cat([best, drawn], -1)
+    z = one_hot(index.t(), q.shape[-1]).to(x)
+    at = vae.log_guide(log_q, index, z)
     cost = vae.log_joint(x, z) - at
     score = at[-1] - rest[:, 0].log()
     noisy = (weight[-1] * cost[-1]).detach() * (score - score.detach())
