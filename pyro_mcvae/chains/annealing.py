@@ -77,11 +77,6 @@ class Chain:
         return None if gradient is None else of_moving(gradient, self.movable)
 
     @property
-    def acceptance(self) -> Tensor:
-        """The acceptance of each transition, shape ``[transitions, *batch]``."""
-        return torch.stack([info.acceptance for info in self.infos])
-
-    @property
     def mean_acceptance(self) -> Tensor:
         """
         What step sizes adapt by, a scalar: the mean acceptance of all transitions; for unadjusted
@@ -89,7 +84,7 @@ class Chain:
         nats: a few diverged chains, which a mean of probabilities hides, ruin it. The two means
         agree where no chain diverges.
         """
-        acceptance = self.acceptance
+        acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:
             return self.mean(acceptance)
         return self.mean(acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log()).exp()
@@ -159,8 +154,7 @@ def anneal(
         past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
         return Chain(rest[0], start, state, infos, list(rest[steps]), None, movable, past)
     log_weight = state.log_base + state.log_weight - start.log_base
-    ratios = [info.log_ratio for info in infos]
-    log_weight = log_weight + sum(ratios[1:], ratios[0])
+    log_weight = log_weight + sum((i.log_ratio for i in infos[1:]), infos[0].log_ratio)
     return Chain(log_weight, start, state, infos, [], movable=movable)
 
 

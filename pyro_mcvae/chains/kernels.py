@@ -291,7 +291,9 @@ class Kernel(nn.Module, ABC):
 
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
-        log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
+        change = target.log_change(proposal.state, state) + proposal.log_ratio
+        # A state of zero density, or NaN: nobody should go there.
+        log_accept = change.masked_fill(change.isnan(), -math.inf).clamp(max=0.0)
         if self.laziness:
             log_accept = log_accept + math.log1p(-self.laziness)
         acceptance = log_accept.detach().exp()
@@ -300,13 +302,6 @@ class Kernel(nn.Module, ABC):
         new = State(*(_select(accepted, a, b) for a, b in pairs))  # type: ignore[arg-type]
         log_prob = _log_prob(accepted, log_accept)
         return new, Info(proposal.log_ratio, acceptance, accepted, log_prob)
-
-    @staticmethod
-    def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:
-        """The logarithm of the Metropolis ratio."""
-        change = target.log_change(proposal.state, state) + proposal.log_ratio
-        # A state of zero density, or NaN: nobody should go there.
-        return change.masked_fill(change.isnan(), -math.inf)
 
 
 def _is_of(proposal: object, state: State) -> bool:

@@ -377,7 +377,7 @@ class MonteCarloEM(ChainELBO):
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)
         self.last_step = ChainRecord(
-            chain.mean(chain.acceptance, 1),
+            chain.mean(torch.stack([info.acceptance for info in infos]), 1),
             self.kernel.step_size().detach().clone(),
             target.beta,
             log_weight,

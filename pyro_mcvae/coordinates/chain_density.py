@@ -154,7 +154,7 @@ class ChainDensity:
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
             reads, far = costs_nothing_to_read(position), None
-            if reads and _is_near(position):
+            if reads and position.numel() and guard_at_most(position.detach().abs().amax(), _FAR):
                 # A tensor of its own: transforms remember what they made of one that they know.
                 state = self._at(position, position.view_as(position))
                 # Where no graph is kept nothing but gradients is patched.
@@ -245,11 +245,6 @@ class ChainDensity:
         if self._full:
             return state
         return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
-
-
-def _is_near(position: Tensor) -> bool:
-    """Whether no coordinate is far off, wherever it began."""
-    return not position.numel() or guard_at_most(position.detach().abs().amax(), _FAR)
 
 
 @contextmanager

@@ -655,9 +655,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         gradients = check.total()
         if gradients is None:
             return finite_loss(estimate)
-        if free:
-            total = float(gradients.double().numpy())  # at no cost: it is on the CPU
-        else:
+        total = gradients.item() if free else math.nan
+        if not free:
             loss, total = read(-estimate.value, gradients)
             if not math.isfinite(loss):
                 check.clear()

@@ -107,8 +107,8 @@ class ChainRecord:
     def of(cls, chain: Chain, step_size: Tensor, betas: Tensor, slots: OneSlot) -> ChainRecord:
         """The record of a chain."""
         log_weight = slots.fold(chain.log_weight.detach())
-        moved = bool(chain.infos)
-        acceptance = chain.mean(chain.acceptance, 1) if moved else log_weight.new_zeros(0)
+        each = [info.acceptance for info in chain.infos]
+        acceptance = chain.mean(torch.stack(each), 1) if each else log_weight.new_zeros(0)
         return cls(acceptance, step_size, betas, log_weight, slots.weight)
 
     @property
@@ -313,11 +313,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         """Per datum, a tensor with the gradient: ``[*plates]``; the bound if it is."""
         if self.gradient_estimator == "reweighted":
             return _reweighted(density, chain, slots)
-        if not self.kernel.adjusted:
-            return slots.without_entropy(bound)
-        chain = slots.chain(chain)
-        surrogate = self._average(chain.log_weight) + accept_score(chain, self.multi_sample)
-        return slots.without_entropy(slots.sum(surrogate))
+        if self.kernel.adjusted:
+            chain = slots.chain(chain)
+            score = accept_score(chain, self.multi_sample)
+            bound = slots.sum(self._average(chain.log_weight) + score)
+        return slots.without_entropy(bound)
 
     def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         """What the score functions of discrete draws multiply."""

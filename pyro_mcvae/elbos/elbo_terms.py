@@ -83,10 +83,9 @@ def elbo_estimate(
     each, wanted = 1 / num_particles, torch.is_grad_enabled()
     path = add_up(elbo_surrogate(c, coupled) for c in costs) if wanted else 0.0
     surrogate = times(as_scalar(path), each)
-    if wanted and all(c.is_pathwise for run_costs in costs for c in run_costs):
-        return Estimate(surrogate.detach(), surrogate, runs, scored=True)
-    value = times(as_scalar(add_up(total_cost(c) for c in costs)), each)
-    return Estimate(value, surrogate, runs, scored=True)
+    pathwise = wanted and all(c.is_pathwise for run_costs in costs for c in run_costs)
+    value = surrogate if pathwise else times(as_scalar(add_up(map(total_cost, costs))), each)
+    return Estimate(value.detach(), surrogate, runs, scored=True)
 
 
 def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
@@ -147,8 +146,6 @@ def weighted_estimate(
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
     value = as_scalar(add_up((total.detach() if is_own else local.sum(), *values)))
     per_datum = partial(weighted_bounds, sample, bound)
-    if not torch.is_grad_enabled():
-        return Estimate(value, value, sample.runs, bounds=per_datum)
     if not scored and sample.has_local_scores:
         score = bound * sample.local_sum(lambda t, i: t.score).sum(0)
         total = times(surrogate + score, sample.scale).sum()

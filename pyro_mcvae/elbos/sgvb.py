@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from pyro.distributions import is_validation_enabled
 from torch import Tensor
 from torch.distributions import Independent, Transform, kl, kl_divergence
 from typing_extensions import Unpack
@@ -184,8 +183,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         return False
 
     def estimate(self, programs: Programs) -> Estimate:
-        # Not where densities check their values, which closed forms do not.
-        runs = self.sampler.independent(programs, defers=not is_validation_enabled())
+        runs = self.sampler.independent(programs, defers=self.analytic_kl)
         coupled: dict[FactorKey, frozenset[PlateKey]] = {}
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):

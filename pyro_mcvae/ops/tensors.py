@@ -114,18 +114,18 @@ def read(*numbers: Tensor) -> list[float]:
     """Return tensors of one number as Python's numbers, in one transfer from a device."""
     if costs_nothing_to_read(numbers[0]):
         return [number.item() for number in numbers]
-    wide = torch.float32 if numbers[0].device.type == "mps" else torch.float64
-    found: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
+    widest = reduce(torch.promote_types, (n.dtype for n in numbers))
+    found: list[float] = torch.stack([n.detach().reshape(()).to(widest) for n in numbers]).tolist()
     return found
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return the sum of the tensors' norms, finite only if they are; None if there are none."""
-    dense = [t._values() if t.is_sparse else t for t in tensors]
+    dense = [t._values() if t.is_sparse else t.detach() for t in tensors]
     if not dense:
         return None
-    widest = reduce(torch.promote_types, (t.dtype for t in dense), torch.float32)
-    return torch.stack(torch._foreach_norm([t.detach() for t in dense], dtype=widest)).sum()
+    widest = reduce(torch.promote_types, {t.dtype for t in dense}, torch.float32)
+    return torch.stack(torch._foreach_norm(dense, dtype=widest)).sum()
 
 
 def follow(module: nn.Module, like: Tensor) -> None:

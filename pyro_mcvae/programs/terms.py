@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -151,11 +151,39 @@ def _num_states(site: Site) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Deferred:
+    """The log density of a site of a program, which is not computed yet."""
+
+    site: Site
+    program: str
+
+    @classmethod
+    def checked(cls, site: Site, program: str) -> Deferred:
+        """
+        Return the density of a value that it would not reject.
+
+        :raises ValueError: naming the site, as the density itself.
+        """
+        if site["fn"]._validate_args:
+            with naming_site(site, program):
+                site["fn"]._validate_sample(site["value"])
+        return cls(site, program)
+
+    @property
+    def shape(self) -> tuple[torch.Size | None, ...]:
+        """Return what determines the shape, beside that of the distribution."""
+        return tuple([getattr(self.site[name], "shape", None) for name in ("value", "mask")])
+
+    def log_prob(self) -> Tensor:
+        return sites.masked(self.site, sites.unscaled_log_prob(self.site, self.program))
+
+
+@dataclass(frozen=True)
 class Term:
     """
     One factor of the weight of one run.
 
-    :ivar density: :attr:`log_prob`, or a function that computes it when it is first asked for.
+    :ivar density: :attr:`log_prob`, or what computes it when it is first asked for.
     :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through; None for
         all of it.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
@@ -166,7 +194,7 @@ class Term:
 
     key: FactorKey
     site: Site
-    density: Tensor | Callable[[], Tensor]
+    density: Tensor | Deferred
     entropy: Tensor | int | None = 0
     score: Tensor | int = 0
     left_out: bool = False
@@ -179,7 +207,7 @@ class Term:
 
         Its shape is ``[leading, *batch]``.
         """
-        return self.density if isinstance(self.density, Tensor) else self.density()
+        return self.density.log_prob() if isinstance(self.density, Deferred) else self.density
 
     @cached_property
     def in_guide(self) -> bool:
@@ -204,11 +232,7 @@ class Term:
         plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
         batch, event = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
         marks = tuple([site["infer"].get(mark) for mark in _MARKS])
-        # A density that is not computed has its shape from these.
-        deferred = site["value"], site["mask"]
-        parts = (self.density,) if isinstance(self.density, Tensor) else deferred
-        shape = tuple([getattr(part, "shape", None) for part in parts])
-        shapes, members = (batch, event, shape), tuple([t.form for t in self.members])
+        shapes, members = (batch, event, self.density.shape), tuple([t.form for t in self.members])
         return SiteForm(self.key, observed, draw, plates, type(fn), shapes, marks, members)
 
     @property
@@ -240,32 +264,16 @@ def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]
             continue  # a flow without an inverse
 
 
-def model_term(
-    site: Site,
-    key: FactorKey | None = None,
-    log_prob: Tensor | None = None,
-    defers: bool = False,
-) -> Term:
-    """
-    Return the term of a scored model site; pass ``key`` and ``log_prob`` to reuse them.
-
-    :param bool defers: compute the density when it is first asked for, if it is the same then.
-    """
-    key = key or FactorKey("model", site["name"])
-    if defers and not may_cache(site["fn"]):
-        return Term(key, site, partial(_log_prob, site, "model"))
-    return Term(key, site, _log_prob(site, "model") if log_prob is None else log_prob)
+def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None = None) -> Term:
+    """Return the term of a scored model site; pass ``key`` and ``log_prob`` to reuse them."""
+    if log_prob is None:
+        log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
+    return Term(key or FactorKey("model", site["name"]), site, log_prob)
 
 
-def _log_prob(site: Site, program: str) -> Tensor:
-    return sites.masked(site, sites.unscaled_log_prob(site, program))
-
-
-def guide_term(site: Site, key: FactorKey | None = None, defers: bool = False) -> Term:
-    """Return the term of a scored guide site; ``key`` and ``defers`` as in :func:`model_term`."""
+def guide_term(site: Site, key: FactorKey | None = None) -> Term:
+    """Return the term of a scored guide site; pass ``key`` to reuse it."""
     key = key or FactorKey("guide", site["name"])
-    if defers and _is_pathwise(site):
-        return Term(key, site, partial(_log_prob, site, "guide"), None)
     stored_log_prob = noted(site, "log_prob")
     if stored_log_prob is None:
         return _scored_term(site, key)
@@ -291,21 +299,31 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     return Term(key, site, log_prob, entropy, score)
 
 
-def _is_pathwise(site: Site) -> bool:
-    """Return whether the term of a draw is its density, with all of its gradient."""
-    fn = site["fn"]
-    known = not (may_cache(fn) or is_rejection_sampled(fn))
-    return known and is_random(site) and reparameterized(site)
-
-
 def model_terms(model_trace: Trace, defers: bool = False) -> list[Term]:
     """Return the log density of every scored site of the model."""
-    return [model_term(s, defers=defers) for s in scored(model_trace)]
+    make = _deferred_model_term if defers else model_term
+    return [make(site) for site in scored(model_trace)]
 
 
 def guide_terms(guide_trace: Trace, defers: bool = False) -> list[Term]:
     """Return the log density of every site of the guide that is a factor of the weight."""
-    return [guide_term(s, defers=defers) for s in scored(guide_trace) if not observes_data(s)]
+    make = _deferred_guide_term if defers else guide_term
+    return [make(site) for site in scored(guide_trace) if not observes_data(site)]
+
+
+def _deferred_model_term(site: Site) -> Term:
+    """Return :func:`model_term`, of latents with a density that is computed later."""
+    if site["is_observed"] or may_cache(site["fn"]):
+        return model_term(site)
+    return Term(FactorKey("model", site["name"]), site, Deferred.checked(site, "model"))
+
+
+def _deferred_guide_term(site: Site) -> Term:
+    """Return :func:`guide_term`, of pathwise draws with a density that is computed later."""
+    is_pathwise = is_random(site) and reparameterized(site)
+    if not is_pathwise or may_cache(site["fn"]) or is_rejection_sampled(site["fn"]):
+        return guide_term(site)
+    return Term(FactorKey("guide", site["name"]), site, Deferred.checked(site, "guide"), None)
 
 
 def observed_terms(guide_trace: Trace) -> list[Term]:
@@ -319,4 +337,5 @@ def observed_terms(guide_trace: Trace) -> list[Term]:
 
 
 def _observed_term(site: Site) -> Term:
-    return Term(FactorKey("guide", site["name"]), site, _log_prob(site, "guide"), None)
+    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
+    return Term(FactorKey("guide", site["name"]), site, log_prob, None)
