@@ -277,7 +277,10 @@ def private_uses(package: Path) -> list[str]:
 # Hooks of a base class for its subclasses, which live in other rooms.
 HOOKS = {"comparisons uses _sampler"}
 # Of torch and Pyro.
-THEIRS = {"_buffers", "_constraints", "_parameters", "_pyro_dims", "_schema", "_validate_args"}
+THEIRS = {
+    *("_buffers", "_constraints", "_parameters", "_pyro_dims", "_schema", "_validate_args"),
+    *("_validate_sample", "_values"),
+}
 
 
 def test_no_private_name_is_used_across_rooms() -> None:

@@ -53,20 +53,22 @@ class Chain:
     movable: Tensor | None = None
     past: list[Tensor] = field(default_factory=list)
 
-    def mean(self, value: Tensor) -> Tensor:
+    def mean(self, value: Tensor, keep: int = 0) -> Tensor:
         """
         Return the weighted mean over all chains that can move; a scalar.
 
         :param value: shape ``[*any, *batch]``.
+        :param int keep: how many of the first dims are kept.
         """
+        dims = tuple(range(keep, value.dim()))
         weight = self.weight
         if self.movable is not None:
             moves = self.movable.any(-1).to(value)
             weight = moves if weight is None else weight * moves
         if weight is None:
-            return value.mean()
+            return value.mean(dims)
         weight = weight.expand(value.shape)
-        return (weight * value).sum() / weight.sum()
+        return (weight * value).sum(dims) / weight.sum(dims)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -152,7 +154,7 @@ def anneal(
         past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
         return Chain(to_go[0], start, state, infos, list(to_go[steps]), None, movable, past)
     log_weight = state.log_base + state.log_weight - start.log_base
-    log_weight = log_weight + sum(i.log_ratio for i in infos)
+    log_weight = log_weight + sum((i.log_ratio for i in infos[1:]), infos[0].log_ratio)
     return Chain(log_weight, start, state, infos, [], movable=movable)
 
 

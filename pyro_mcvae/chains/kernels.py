@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import hardtanh
 
 from pyro_mcvae.chains.parameters import (
     AdaptiveStepSize,
@@ -95,6 +96,13 @@ class Target:
         density = state.log_base + self.beta * torch.where(usable, state.log_weight, 0.0)
         return torch.where(usable, density, -math.inf)
 
+    def log_change(self, new: State, old: State) -> Tensor:
+        """The log density at a state minus that at another, shape ``[*batch]``."""
+        if self.beta.requires_grad and torch.is_grad_enabled():
+            return self.log_density(new) - self.log_density(old)
+        change = new.log_base - old.log_base
+        return change + self.beta * (new.log_weight - old.log_weight)
+
     def gradient(self, state: State) -> Tensor:
         """
         Return the gradient of the log density, shape ``[*batch, D]``; zero for fixed coordinates.
@@ -115,7 +123,9 @@ def finite(gradient: Tensor) -> Tensor:
     Replace non-finite gradients by zero, so that chains move by noise alone there. The result is
     still a function of the position, so forward and reverse moves agree on it.
     """
-    return torch.where(gradient.isfinite(), gradient, 0.0)
+    fixed = gradient.detach()
+    # isfinite() takes twice the operations.
+    return gradient.masked_fill(fixed - fixed != 0, 0.0)
 
 
 def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
@@ -275,12 +285,15 @@ class Kernel(nn.Module, ABC):
         if self.adjusted:
             return self._decide(proposal, state, target)
         with torch.no_grad():
-            change = self._log_change(proposal, state, target)
-        return proposal.state, Info(proposal.log_ratio, change.clamp(max=0.0).exp())
+            change = target.log_change(proposal.state, state) + proposal.log_ratio
+            acceptance = change.clamp(max=0.0).exp().nan_to_num(0.0)
+        return proposal.state, Info(proposal.log_ratio, acceptance)
 
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
-        log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
+        change = target.log_change(proposal.state, state) + proposal.log_ratio
+        # A state of zero density, or NaN: nobody should go there.
+        log_accept = change.masked_fill(change.isnan(), -math.inf).clamp(max=0.0)
         if self.laziness:
             log_accept = log_accept + math.log1p(-self.laziness)
         acceptance = log_accept.detach().exp()
@@ -289,14 +302,6 @@ class Kernel(nn.Module, ABC):
         new = State(*(_select(accepted, a, b) for a, b in pairs))  # type: ignore[arg-type]
         log_prob = _log_prob(accepted, log_accept)
         return new, Info(proposal.log_ratio, acceptance, accepted, log_prob)
-
-    @staticmethod
-    def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:
-        """Return the logarithm of the Metropolis ratio."""
-        change = target.log_density(proposal.state) - target.log_density(state)
-        change = change + proposal.log_ratio
-        # A state of zero density, or NaN: nobody should go there.
-        return change.masked_fill(change.isnan(), -math.inf)
 
 
 def _is_of(proposal: object, state: State) -> bool:
@@ -333,10 +338,9 @@ def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor 
 
 def _log_prob(accepted: Tensor, log_accept: Tensor) -> Tensor:
     """log alpha, or log(1 - alpha) where rejected."""
-    # Each branch is given a harmless argument where the other is taken: 0 * inf is NaN.
-    if_accepted = torch.where(accepted, log_accept, 0.0)
-    if_rejected = torch.where(accepted, -1.0, log_accept)
-    return torch.where(accepted, if_accepted, torch.log(-torch.expm1(if_rejected)))
+    # log(1 - alpha) is given a harmless argument where it is not taken: 0 * inf is NaN.
+    if_rejected = log_accept.masked_fill(accepted, -1.0)
+    return torch.where(accepted, log_accept, torch.log(-torch.expm1(if_rejected)))
 
 
 # The leapfrog integrator, of which every Hamiltonian and Langevin move is made.
@@ -370,15 +374,17 @@ def leapfrog(
     """
     half = 0.5 * step_size
     for _ in range(num_steps):
-        momentum = momentum + (half * target.gradient(state)).clamp(-_LIMIT, _LIMIT)
+        # clamp() has a gradient of five operations.
+        momentum = momentum + hardtanh(half * target.gradient(state), -_LIMIT, _LIMIT)
         state = target.evaluate(state.position + step_size * momentum)
-        momentum = momentum + (half * target.gradient(state)).clamp(-_LIMIT, _LIMIT)
+        momentum = momentum + hardtanh(half * target.gradient(state), -_LIMIT, _LIMIT)
     return state, momentum
 
 
-def log_momentum(momentum: Tensor) -> Tensor:
-    """Return the standard normal log density without its constant, shape ``[*batch]``."""
-    return -0.5 * momentum.square().sum(-1)
+def log_momentum_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """Return the standard normal log density of a momentum minus that of another,
+    shape ``[*batch]``."""
+    return -0.5 * (new.square() - old.square()).sum(-1)
 
 
 # Random-walk Metropolis.
@@ -425,7 +431,7 @@ class _Langevin(Kernel):
         new, momentum = leapfrog(
             state, noise, target, (2.0 * self.step_size(target.transition)).sqrt()
         )
-        return Proposal(new, log_momentum(momentum) - log_momentum(noise))
+        return Proposal(new, log_momentum_ratio(momentum, noise))
 
 
 class ULA(_Langevin):
@@ -524,7 +530,7 @@ class HMC(Kernel):
         if self.jitter:
             step = step * (1 - self.jitter * torch.rand((), dtype=step.dtype, device=step.device))
         new, end = leapfrog(state, start, target, step, self.num_leapfrog)
-        return Proposal(new, log_momentum(end) - log_momentum(start))
+        return Proposal(new, log_momentum_ratio(end, start))
 
 
 # Underdamped Langevin dynamics: Hamiltonian steps whose momentum is refreshed in part.
@@ -613,4 +619,4 @@ class UnderdampedLangevin(Kernel):
             start = coefficient * state.momentum + (1 - coefficient**2) ** 0.5 * start
         new, end = leapfrog(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.
-        return Proposal(new._replace(momentum=end), log_momentum(end) - log_momentum(start))
+        return Proposal(new._replace(momentum=end), log_momentum_ratio(end, start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     """
     graph = recorded.graph
     _simplify(graph)
+    _fold(graph)
     # PyTorch's own pass takes unused draws out, in some versions: the others would be other ones.
     for node in reversed(list(graph.nodes)):
         if not node.users and (_is_pure(node) or node.op == "get_attr"):
@@ -153,11 +155,8 @@ def _simplify(graph: Graph) -> None:
     for node in graph.nodes:
         meta, source = node.meta.get("tensor_meta"), node.args[0] if node.args else None
         if node.target in _FILLED and meta is not None and node.meta.get("device") is not None:
-            if meta.stride == torch.empty(meta.shape, device="meta").stride():
-                value = _FILLED[node.target]
-                value = node.args[value][0] if isinstance(value, slice) else value
-                node.kwargs = {"dtype": meta.dtype, "device": node.meta["device"]}
-                node.target, node.args = _aten.full.default, ([*meta.shape], value)
+            value = _FILLED[node.target]
+            _fill(node, node.args[value][0] if isinstance(value, slice) else value)
             continue
         if node.target not in _SAME | _COPIES or not isinstance(source, Node):
             continue
@@ -169,6 +168,91 @@ def _simplify(graph: Graph) -> None:
             alike &= node.target == _aten.clone.default or node.args[1] == 1
         if alike:
             node.replace_all_uses_with(source)
+
+
+def _fill(node: Node, value: Any) -> None:
+    """Make a node a tensor that is filled with a number, if it has the layout of one."""
+    meta, device = node.meta["tensor_meta"], node.meta.get("device")
+    if device is not None and meta.stride == torch.empty(meta.shape, device="meta").stride():
+        node.kwargs = {"dtype": meta.dtype, "device": device}
+        node.target, node.args = _aten.full.default, ([*meta.shape], value)
+
+
+_VIEWS = {_aten.expand.default, _aten.view.default, _aten.unsqueeze.default, _aten.t.default}
+_SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
+_BINARY = _SCALED | {_aten.add.Tensor, _aten.sub.Tensor}
+# What these are of one number, exactly and on every device.
+_KNOWN: dict[tuple[object, float], float] = {
+    (_aten.log.default, 1.0): 0.0,
+    (_aten.exp.default, 0.0): 1.0,
+    (_aten.pow.Tensor_Scalar, 1.0): 1.0,
+}
+
+
+def _fold(graph: Graph) -> None:
+    """
+    Compute with numbers instead of tensors that are one number everywhere, without other values.
+
+    A standard normal prior has a location of zeros and a scale of ones, and gradients begin with
+    ones: products with 1 and differences from 0 go.
+    """
+    numbers, shares, fixed = (
+        dict[Any, float](),
+        _memory_owners(graph.nodes),
+        set(_constant_nodes(graph)),
+    )
+    for node in list(graph.nodes):
+        meta = node.meta.get("tensor_meta")
+        if node not in fixed or meta is None or not meta.dtype.is_floating_point:
+            continue
+        given = [numbers.get(a, a) if isinstance(a, Node) else a for a in node.args]
+        args = [a for a in given if not isinstance(a, list)]  # without shapes
+        if (known := _number(node, args)) is not None:
+            numbers[node] = torch.tensor(known, dtype=meta.dtype).item()
+            if node.target not in _VIEWS:
+                _fill(node, numbers[node])
+        elif node.target in _BINARY and len(args) == 2 and not node.kwargs:
+            if node.target in (_aten.mul.Tensor, _aten.add.Tensor) and node.args[0] in numbers:
+                node.args, args = node.args[::-1], args[::-1]
+            _take_number(node, args[1], shares)
+
+
+def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
+    """Let an operation on two tensors take a number instead of the second, or go."""
+    x = node.args[0]
+    if not (isinstance(number, float | int) and isinstance(x, Node) and _alike(x, node)):
+        return
+    nothing = "1.0" if node.target in _SCALED else "0.0"
+    same = node.target != _aten.add.Tensor and str(float(number)) == nothing  # -0 + 0 is 0
+    if same and shares.get(x, x).op == "call_function":
+        node.replace_all_uses_with(x)
+    elif number == -1 and node.target in _SCALED:
+        node.target, node.args = _aten.neg.default, (x,)
+    elif node.target != _aten.div.Tensor or abs(math.frexp(number)[0]) == 0.5:
+        # Some devices multiply by the reciprocal of a number.
+        node.args = (x, number)
+
+
+def _alike(node: Node, other: Node) -> bool:
+    """Whether two nodes have one layout, without dims that share memory."""
+    return _layout(node) == _layout(other) is not None and 0 not in node.meta["tensor_meta"].stride
+
+
+def _number(node: Node, args: list[Any]) -> float | None:
+    """The one number that a node has everywhere, if that is known; its arguments as numbers."""
+    if node.target == _aten.full.default:
+        return args[0] if isinstance(args[0], float | int) else None
+    if node.kwargs or not args or not all(isinstance(a, float | int) for a in args):
+        return None
+    if node.target in _VIEWS:
+        return float(args[0])
+    if node.target == _aten.neg.default:
+        return -float(args[0])
+    if node.target in _BINARY and len(args) == 2:
+        dtype = node.meta["tensor_meta"].dtype
+        found: Any = node.target(*(torch.tensor(float(a), dtype=dtype) for a in args))
+        return float(found.item())
+    return _KNOWN.get((node.target, float(args[0])))
 
 
 def _layout(node: Node) -> tuple[object, ...] | None:

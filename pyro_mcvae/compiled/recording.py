@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
-from pyro_mcvae.ops.tensors import Tree, read, recorded_guards
+from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
@@ -495,15 +495,12 @@ class _Step:
         sites = {n: site for n, site in capture.trace.nodes.items() if n in store}
         self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
         self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
-        if self.gradients:
-            widest = max((g.dtype for g in self.gradients), key=lambda dtype: dtype.itemsize)
-            sums = torch.stack([g.detach().sum().to(widest) for g in self.gradients])
-            total = sums.double().sum()
+        if (total := total_norm(self.gradients)) is not None:
             assumed.append(total - total == 0)  # finite; the plain step names what is not
         self.slots = self._around.slots()
         loss = self._result(returned)
         parts = [
-            [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else [],
+            assumed if len(assumed) < 2 else [torch.stack([a.reshape(()) for a in assumed]).all()],
             self.gradients,
             *(slot.tensors for slot in self.slots),
         ]

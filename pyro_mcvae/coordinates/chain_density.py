@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_mcvae.chains.kernels import State, finite
 from pyro_mcvae.checks.faults import check_scales
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
-from pyro_mcvae.ops.tensors import costs_nothing_to_read, guard
+from pyro_mcvae.ops.tensors import costs_nothing_to_read, guard, guard_at_most, guard_finite
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast
 from pyro_mcvae.programs.terms import Term
@@ -130,10 +131,6 @@ class ChainDensity:
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
-        began = log_weight.coordinates.detach().abs()
-        # Over all draws of a datum, because other numbers of chains may move here.
-        began = began.amax(0, keepdim=True) if began.numel() else began
-        self._far = _FAR * began.clamp(1.0, torch.finfo(began.dtype).max / _FAR)
 
     @property
     def runs(self) -> list[Run]:
@@ -146,9 +143,9 @@ class ChainDensity:
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
-            if not (costs_nothing_to_read(state.position) and _are_finite(state, values=False)):
-                state, _ = _with_finite_gradients(state)
-            return state
+            if costs_nothing_to_read(state.position) and self._is_finite(state, values=False):
+                return state
+            return self._with_finite_gradients(state)
 
     def __call__(self, position: Tensor) -> State:
         with torch.set_grad_enabled(self._full or self._kernel_gradient):
@@ -156,22 +153,69 @@ class ChainDensity:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
-            near, reads = position.detach().abs() <= self._far, costs_nothing_to_read(position)
-            all_near = reads and guard(near.all())
-            # A tensor of its own: transforms remember what they made of one that they know.
-            start = position.view_as(position) if all_near else torch.where(near, position, 0.0)
-            state = self._at(position, start)
-            # Where no graph is kept nothing but gradients is patched.
-            if not (all_near and _are_finite(state, values=self._full)):
-                state = self._with_finite_gradients(state, near, reads)
-            return state
+            reads, far = costs_nothing_to_read(position), None
+            if reads and position.numel() and guard_at_most(position.detach().abs().amax(), _FAR):
+                # A tensor of its own: transforms remember what they made of one that they know.
+                state = self._at(position, position.view_as(position))
+                # Where no graph is kept nothing but gradients is patched.
+                if self._is_finite(state, values=self._full):
+                    return state
+            else:
+                far = ~(position.detach().abs() <= self._far)  # or not a number
+                state = self._at(position, position.masked_fill(far, 0.0))
+            return self._with_finite_values(state, far, reads)
 
-    def _with_finite_gradients(self, state: State, near: Tensor, reads: bool) -> State:
-        """Give zero weight to non-finite values and to positions that are too far away."""
-        state, regular = _with_finite_gradients(state, near.all(-1))
-        if self._full and reads and not guard(regular.all()):
-            return self._with_constants(state, regular)
-        return state
+    @cached_property
+    def _far(self) -> Tensor:
+        """Return the limit of each coordinate, over all draws of a datum, ``[1, *plates, D]``."""
+        first = self.log_weight.coordinates.detach().abs()
+        # Other numbers of chains may move here.
+        first = first.amax(0, keepdim=True) if first.numel() else first
+        return _FAR * first.clamp(1.0, torch.finfo(first.dtype).max / _FAR)
+
+    def _is_finite(self, state: State, values: bool) -> bool:
+        """
+        Return whether gradients, and with ``values`` densities, are finite.
+
+        Sums that overflow are not. The base density of standard noise and its gradient are finite
+        where the position is near.
+        """
+        parts = [state.grad_weight, state.log_weight if values else None]
+        if not self.log_weight.plan.normal:
+            parts += [state.grad_base, state.log_base if values else None]
+        sums = [part.detach().sum() for part in parts if part is not None]
+        return not sums or guard_finite(sum(sums[1:], sums[0]))
+
+    def _with_finite_gradients(self, state: State) -> State:
+        """Set non-finite gradients to zero."""
+        grad_base = state.grad_base
+        if grad_base is None or state.grad_weight is None:
+            return state
+        state = state._replace(grad_weight=finite(state.grad_weight))
+        if self.log_weight.plan.normal:
+            return state
+        return state._replace(grad_base=finite(grad_base))
+
+    def _with_finite_values(self, state: State, far: Tensor | None, reads: bool) -> State:
+        """
+        Give zero weight to non-finite values and to positions that are too far away.
+
+        :param far: the mask of coordinates beyond their limit; None if there are none.
+        """
+        raw = state
+        if far is not None:
+            outside = far.any(-1)
+            weight = state.log_weight.masked_fill(outside, -math.inf)
+            state = state._replace(log_weight=weight)
+        state = self._with_finite_gradients(state)
+        if not (self._full and reads):
+            return state
+        regular = raw.log_weight.detach().isfinite() & raw.log_base.detach().isfinite()
+        if far is not None:
+            regular = regular & ~outside
+        if raw.grad_joint is not None:
+            regular = regular & raw.grad_joint.detach().isfinite().all(-1)
+        return state if guard(regular.all()) else self._with_constants(state, regular)
 
     def _at(self, position: Tensor, moved: Tensor) -> State:
         self._latest = self.log_weight(moved)
@@ -185,7 +229,7 @@ class ChainDensity:
         """
         first, anchor = self._latest, self.log_weight.coordinates.detach()
         position = torch.where(regular.unsqueeze(-1), state.position, anchor)
-        again, _ = _with_finite_gradients(self._at(position, position))
+        again = self._with_finite_gradients(self._at(position, position))
         self._latest = first
         fields: dict[str, Tensor] = {}
         for name, old in state._asdict().items():
@@ -205,35 +249,6 @@ class ChainDensity:
         if self._full:
             return state
         return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
-
-
-def _are_finite(state: State, values: bool) -> bool:
-    """
-    Return whether gradients, and with ``values`` densities, are finite; finite entries whose sum
-    overflows are not.
-    """
-    with torch.no_grad():
-        density = state.log_base + state.log_weight if values else None
-        sums = [part.sum() for part in (density, state.grad_joint) if part is not None]
-        # isfinite() takes twice the operations.
-        return not sums or guard((total := sum(sums[1:], sums[0])) - total == 0)
-
-
-def _with_finite_gradients(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
-    """
-    Set non-finite gradients to zero; also return a mask of the data that needed no change.
-
-    :param near: at which data the position is one where the programs have been run.
-    """
-    regular = state.log_weight.detach().isfinite() & state.log_base.detach().isfinite()
-    if near is not None:
-        state = state._replace(log_weight=torch.where(near, state.log_weight, -math.inf))
-    gradient = state.grad_joint
-    if gradient is not None:
-        regular = regular & gradient.detach().isfinite().all(-1)
-        parts = {name: getattr(state, name) for name in ("grad_base", "grad_weight")}
-        state = state._replace(**{name: finite(part) for name, part in parts.items()})
-    return state, regular
 
 
 @contextmanager

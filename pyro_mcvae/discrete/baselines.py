@@ -35,7 +35,7 @@ def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:
         tensor([ 0.5000, -0.5000])
     """
     signal = signal.detach()
-    return (signal * torch.where(signal != 0, score, 0.0)).sum()
+    return (signal * score.masked_fill(signal == 0, 0.0)).sum()
 
 
 def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:

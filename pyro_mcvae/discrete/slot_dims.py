@@ -267,10 +267,8 @@ def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
         return SlotCost(term, *_cost(term, entropy), term.plate_scale, plates, (term.key,))
     path: Tensor | int
     value, path = _cost(term, -term.log_prob)
-    if not isinstance(term.entropy, Tensor):
-        path = 0
-    elif term.entropy is not term.log_prob:
-        path = _pack(term, -term.entropy)
+    if term.entropy is not None:
+        path = _pack(term, -term.entropy) if isinstance(term.entropy, Tensor) else 0
     return SlotCost(term, value, path, term.plate_scale, plates, (term.key,))
 
 

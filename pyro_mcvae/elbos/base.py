@@ -31,6 +31,7 @@ from pyro_mcvae.ops.tensors import (
     costs_nothing_to_read,
     is_recording,
     read,
+    total_norm,
     with_gradient_of,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
@@ -179,12 +180,7 @@ class GradientCheck:
 
     def total(self) -> Tensor | None:
         """Return a number that is finite only if all gradients are; None without gradients."""
-        gradients = [g for p in self._trained() if (g := p.grad) is not None]
-        sums = [(g._values() if g.is_sparse else g).sum() for g in gradients]
-        if not sums:
-            return None
-        like = sums[0]
-        return torch.stack([s if s.dtype == like.dtype else s.to(like) for s in sums]).sum()
+        return total_norm(g for p in self._trained() if (g := p.grad) is not None)
 
     def clear(self) -> None:
         """Set the gradients to None."""
@@ -631,7 +627,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
             finite_loss(estimate)
         if estimate.finish is not None:
             estimate.finish()
-        loss = with_gradient_of(-estimate.value, estimate.surrogate)
+        loss = with_gradient_of(estimate.value, estimate.surrogate)
         if checked and loss.requires_grad and not is_recording():
             check = GradientCheck(estimate.runs, self)
             loss.register_hook(lambda _: after_backward(check.raise_if_not_finite))
@@ -668,9 +664,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         gradients = check.total()
         if gradients is None:
             return finite_loss(estimate)
-        if free:
-            total = float(gradients.double().numpy())  # at no cost: it is on the CPU
-        else:
+        total = gradients.item() if free else math.nan
+        if not free:
             loss, total = read(-estimate.value, gradients)
             if not math.isfinite(loss):
                 check.clear()

@@ -109,8 +109,8 @@ class ChainRecord:
     def of(cls, chain: Chain, step_size: Tensor, betas: Tensor, slots: OneSlot) -> ChainRecord:
         """Make the record of a chain."""
         log_weight = slots.fold(chain.log_weight.detach())
-        means = [chain.mean(info.acceptance) for info in chain.infos]
-        acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
+        each = [info.acceptance for info in chain.infos]
+        acceptance = chain.mean(torch.stack(each), 1) if each else log_weight.new_zeros(0)
         return cls(acceptance, step_size, betas, log_weight, slots.weight)
 
     @property
@@ -256,8 +256,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             density, slots = self._density(programs, gradient)
             chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
-            bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
-            surrogate = self._surrogate(density, chain, slots) if wanted else bound
+            bound = slots.sum(self._average(slots.each(chain.log_weight)))
+            surrogate = self._surrogate(density, chain, slots, bound) if wanted else bound
             estimate = weighted_estimate(density.log_weight.first.sample, bound, surrogate)
             if wanted:
                 cost = partial(self._cost, density, chain, slots)
@@ -311,15 +311,17 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         again = twice and self._smoothness.check(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
-    def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
-        """Per datum, a tensor with the gradient: ``[*plates]``."""
+    def _surrogate(
+        self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor
+    ) -> Tensor:
+        """Per datum, a tensor with the gradient: ``[*plates]``; the bound if it is."""
         if self.gradient_estimator == "reweighted":
             return _reweighted(density, chain, slots)
-        chain = slots.chain(chain)
-        surrogate = self._average(chain.log_weight)
         if self.kernel.adjusted:
-            surrogate = surrogate + accept_score(chain, self.multi_sample)
-        return slots.without_entropy(slots.sum(surrogate))
+            chain = slots.chain(chain)
+            score = accept_score(chain, self.multi_sample)
+            bound = slots.sum(self._average(chain.log_weight) + score)
+        return slots.without_entropy(bound)
 
     def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         """Return the cost that multiplies the score functions of discrete draws."""
@@ -353,7 +355,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return chain.log_weight
 
     def _average(self, log_weight: Tensor) -> Tensor:
-        return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
+        if self.multi_sample:
+            return log_mean_exp(log_weight)
+        return log_weight.squeeze(0) if len(log_weight) == 1 else log_weight.mean(0)
 
     def _adapt(self, chain: Chain) -> None:
         step_size = self.kernel.step_size

@@ -41,6 +41,11 @@ class Cost(NamedTuple):
     path: Tensor | int
     closed: bool = False
 
+    @property
+    def is_pathwise(self) -> bool:
+        """Return whether the value's own gradient is all of the gradient."""
+        return self.path is self.value and not isinstance(self.term.score, Tensor)
+
 
 def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
     """
@@ -62,16 +67,16 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
         >>> round(PlainELBO().loss(model, guide, torch.tensor(0.0)), 2)
         1.27
     """
-    costs = []
-    for t in terms:
-        if t.in_guide:
-            value, path = -t.log_prob, t.entropy
-            if isinstance(path, Tensor):
-                path = value if path is t.log_prob else -path
-            costs.append(Cost(t, value, path))
-        else:
-            costs.append(Cost(t, t.log_prob, t.log_prob))
-    return costs
+    return list(map(elbo_cost, terms))
+
+
+def elbo_cost(term: Term) -> Cost:
+    """Return the summand of the ELBO that belongs to a term."""
+    value, path = term.log_prob, term.entropy
+    if not term.in_guide:
+        return Cost(term, value, value)
+    value = -value
+    return Cost(term, value, value if path is None else -path)
 
 
 def total_cost(costs: Iterable[Cost]) -> Sum:
@@ -94,10 +99,11 @@ def elbo_estimate(
     :param coupled: for factors across whose plates latents meet, these plates.
     """
     each, wanted = 1 / num_particles, torch.is_grad_enabled()
-    value = add_up(total_cost(c) for c in costs)
-    surrogate = add_up(elbo_surrogate(c, coupled) for c in costs) if wanted else 0.0
-    value, surrogate = times(as_scalar(value), each), times(as_scalar(surrogate), each)
-    return Estimate(value, surrogate, runs, scored=True)
+    path = add_up(elbo_surrogate(c, coupled) for c in costs) if wanted else 0.0
+    surrogate = times(as_scalar(path), each)
+    pathwise = wanted and all(c.is_pathwise for run_costs in costs for c in run_costs)
+    value = surrogate if pathwise else times(as_scalar(add_up(map(total_cost, costs))), each)
+    return Estimate(value.detach(), surrogate, runs, scored=True)
 
 
 def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
@@ -148,16 +154,21 @@ def local_estimate(
 def weighted_estimate(
     sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = True
 ) -> Estimate:
-    """Return the estimate of :func:`local_estimate`, without its check of shapes."""
+    """
+    Return the estimate of :func:`local_estimate`, without its check of shapes.
+
+    :param bound: the surrogate itself, if its gradient is all of the gradient.
+    """
+    is_own, total = surrogate is bound, times(surrogate, sample.scale).sum()
+    bound = bound.detach()
     local = times(bound, sample.scale)
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
-    value = as_scalar(add_up((local.sum(), *values)))
+    value = as_scalar(add_up((total.detach() if is_own else local.sum(), *values)))
     per_datum = partial(weighted_bounds, sample, bound)
-    if not torch.is_grad_enabled():
-        return Estimate(value, value, sample.runs, bounds=per_datum)
     if not scored and sample.has_local_scores:
-        surrogate = surrogate + bound.detach() * sample.local_sum(lambda t, i: t.score).sum(0)
-    path = add_up((times(surrogate, sample.scale).sum(), *paths))
+        score = bound * sample.local_sum(lambda t, i: t.score).sum(0)
+        total = times(surrogate + score, sample.scale).sum()
+    path = add_up((total, *paths))
     return Estimate(value, as_scalar(path), sample.runs, scored=True, bounds=per_datum)
 
 

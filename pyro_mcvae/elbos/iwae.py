@@ -16,7 +16,9 @@ from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.ops.weights import leave_one_out_signal, normalized_weights, renyi_bound
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.distributions import (
+    has_own_density,
     is_elementary,
+    may_cache,
     moves_support,
     transforms_of,
     unvalidated,
@@ -28,7 +30,6 @@ from pyro_mcvae.programs.sites import (
     is_masked,
     is_random,
     is_straight_through,
-    layers,
     masked,
     unscaled_log_prob,
 )
@@ -116,8 +117,6 @@ def _in_columns(value: Tensor, count: int) -> Tensor:
 
 # Pathwise gradient estimators of importance weighted bounds: reparam, stl and dreg.
 
-_LIBRARIES = "torch.distributions.", "pyro.distributions."
-
 
 class PathGradient:
     r"""
@@ -164,15 +163,15 @@ class PathGradient:
             for i, run in enumerate(sample.runs)
         ]
 
-    def surrogate(self, sample: WeightedParticles) -> Tensor:
-        """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""
+    def surrogate(self, sample: WeightedParticles, bound: Tensor) -> Tensor:
+        """Per datum, a tensor with the estimator's gradient: ``[*plates]``; the bound if it is."""
         chosen = [
             {t.key for t in run.terms if self._applies(sample, t, i)}
             for i, run in enumerate(sample.runs)
         ]
         fixed = sample.log_weight.detach()
         if not any(chosen):
-            return renyi_bound(sample.log_weight, self.alpha)
+            return bound
         weight = normalized_weights(fixed if self.alpha == 0 else (1 - self.alpha) * fixed)
         factor = weight if self.alpha == 0 else 1 - (1 - self.alpha) * (1 - weight)
 
@@ -225,7 +224,7 @@ def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tens
     """Return the log weight, with a full gradient at the draws of the chosen sites."""
     pairs = zip(sample.runs, chosen, strict=True)
     terms = (t for run, keys in pairs for t in run.terms if t.key in keys)
-    if not any(_may_cache(t.site["fn"]) for t in terms):
+    if not any(may_cache(t.site["fn"]) for t in terms):
         return sample.log_weight
 
     def summand(term: Term, i: int) -> Tensor:
@@ -239,7 +238,7 @@ def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tens
 def _log_q(term: Term) -> Tensor:
     """log q(z), with its gradient through z and through the parameters."""
     value = term.site["value"]
-    if not _may_cache(term.site["fn"]):
+    if not may_cache(term.site["fn"]):
         return term.log_prob
     # What is cached is of the tensor that was drawn, to which it has no path.
     return masked(term.site, unscaled_log_prob(term.site, "guide", value.view_as(value)))
@@ -266,21 +265,9 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
     return 1 - factor.reshape(factor.shape + (1,) * event_dim) * (1 - weight)
 
 
-def _may_cache(fn: Distribution) -> bool:
-    """
-    Return whether a distribution may cache its density at a draw: the inverse of transforms, or all
-    of it, as Zuko's flows and distributions with their own ``log_prob`` do.
-    """
-    return any(transforms_of(fn)) or _has_own_density(fn)
-
-
-def _has_own_density(fn: Distribution) -> bool:
-    return not all(type(f).log_prob.__module__.startswith(_LIBRARIES) for f in layers(fn))
-
-
 def _is_flow(fn: Distribution) -> bool:
     """Return whether a density may be costly: one with transforms from outside torch."""
-    return any(not is_elementary(t) for t in transforms_of(fn)) or _has_own_density(fn)
+    return any(not is_elementary(t) for t in transforms_of(fn)) or has_own_density(fn)
 
 
 # The importance weighted bound, per datum, for any Pyro program.
@@ -407,8 +394,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         sample = self._sample(programs)
         if not (sample.blocks and self.num_particles > 1):
             return averaged_estimate(sample, self._path.costs(sample))
-        bound = renyi_bound(sample.log_weight.detach(), self.alpha)
-        surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
+        bound = renyi_bound(sample.log_weight, self.alpha)
+        surrogate = self._surrogate(sample, bound) if torch.is_grad_enabled() else bound
         return weighted_estimate(sample, bound, surrogate)
 
     def _sample(self, programs: Programs) -> WeightedParticles:
@@ -416,9 +403,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             return self.sampler.sample(programs)
         return self.sampler.sample(programs, lambda rows, shared: score_function_draws(shared))
 
-    def _surrogate(self, sample: WeightedParticles) -> Tensor:
+    def _surrogate(self, sample: WeightedParticles, bound: Tensor) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""
-        surrogate = self._path.surrogate(sample)
+        surrogate = self._path.surrogate(sample, bound)
         if sample.has_local_scores:
             score = sample.local_sum(lambda t, i: t.score)
             order = 1 - self.alpha

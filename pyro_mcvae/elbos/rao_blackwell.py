@@ -278,9 +278,14 @@ class SlotSums:
         self._scored = slot_run.scored
         self._ancestors = ancestors
         self._owner = {s.symbol: s.name for s in slot_run.scored.values() if s.symbol}
-        self._leaves = {n: _named(s.weight.clone(), s.order) for n, s in self._scored.items()}
+        self._leaves = {n: _named(s.weight.detach(), s.order) for n, s in self._scored.items()}
         self._keys = [self._key(cost) for cost in slot_run.costs]
         self._costs = slot_run.costs
+        # Costs that the same weights multiply are added first.
+        self._alike: dict[tuple[_Key, Hashable], list[SlotCost]] = {}
+        for cost, key in zip(self._costs, self._keys, strict=True):
+            scale = id(cost.scale) if isinstance(cost.scale, Tensor) else cost.scale
+            self._alike.setdefault((key, scale), []).append(cost)
         self._cache: dict[Hashable, Tensor] = {}
 
     def value(self) -> Tensor:
@@ -296,7 +301,7 @@ class SlotSums:
         with torch.no_grad():
             masses = self._masses()
             for cost, key in zip(self._costs, self._keys, strict=True):
-                total = masses[key] * _known(cost, masses[key])
+                total = masses[key] * _known([cost], masses[key])
                 dims = sorted(cost.dims)
                 slots = [i for i, d in enumerate(dims) if d not in cost.plates]
                 total = total.sum(slots) if slots else total
@@ -313,11 +318,7 @@ class SlotSums:
                 leaf.requires_grad_()
             masses = self._masses()
             value = self._sum(masses)
-        path = add_up(
-            _path(c, masses[k].detach())
-            for c, k in zip(self._costs, self._keys, strict=True)
-            if isinstance(c.path, Tensor)
-        )
+        path = add_up(_path(c, masses[k].detach()) for (k, _), c in self._alike.items())
         if not (value.requires_grad and leaves):
             return value, path
         behind = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -416,9 +417,9 @@ class SlotSums:
         return _named(site.weight.new_ones(()), "") if marginal is None else marginal
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
-        pairs = ((c, masses[k]) for c, k in zip(self._costs, self._keys, strict=True))
+        pairs = ((costs, masses[k]) for (k, _), costs in self._alike.items())
         return as_scalar(
-            add_up(times((mass * _known(c, mass)).sum(), c.scale) for c, mass in pairs)
+            add_up(times((mass * _known(c, mass)).sum(), c[0].scale) for c, mass in pairs)
         )
 
 
@@ -447,15 +448,18 @@ def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
     return value.permute(order).reshape(sizes)
 
 
-def _known(cost: SlotCost, mass: Tensor) -> Tensor:
-    """Return a cost's value, zero where it is infinite and has no weight (0 * inf is NaN)."""
-    value = _aligned(cost.value, cost.dims)
-    return torch.where(value.isfinite() | (mass > 0), value, 0.0)
+def _known(costs: list[SlotCost], mass: Tensor) -> Tensor:
+    """Return the value of costs, zero where it is infinite without weight (0 * inf is NaN)."""
+    value = torch.as_tensor(add_up(_aligned(c.value, c.dims) for c in costs))
+    return value.masked_fill((value - value != 0) & (mass <= 0), 0.0)
 
 
-def _path(cost: SlotCost, mass: Tensor) -> Tensor:
-    path = _aligned(cost.path, cost.dims)
-    return times((mass * torch.where(mass > 0, path, 0.0)).sum(), cost.scale)
+def _path(costs: list[SlotCost], mass: Tensor) -> Sum:
+    """The gradient of the costs, each of them detached from the weights."""
+    paths = (_aligned(c.path, c.dims) for c in costs if isinstance(c.path, Tensor))
+    if not isinstance(path := add_up(paths), Tensor):
+        return 0
+    return times((mass * path.masked_fill(mass <= 0, 0.0)).sum(), costs[0].scale)
 
 
 # Rao-Blackwellized gradients for discrete sites: summed where it matters, sampled elsewhere.

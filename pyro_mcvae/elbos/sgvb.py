@@ -13,7 +13,7 @@ from torch.distributions import Independent, Transform, kl, kl_divergence
 from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
-from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
+from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_cost, elbo_costs, elbo_estimate
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
@@ -187,7 +187,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         return False
 
     def estimate(self, programs: Programs) -> Estimate:
-        runs = self.sampler.independent(programs)
+        runs = self.sampler.independent(programs, defers=self.analytic_kl)
         coupled: dict[FactorKey, frozenset[PlateKey]] = {}
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):
@@ -200,9 +200,8 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         return estimate
 
     def _costs(self, programs: Programs, run: Run) -> list[Cost]:
-        costs = elbo_costs(run.summands)
         if not self.analytic_kl:
-            return costs
+            return elbo_costs(run.summands)
 
         @cache
         def find_separable() -> frozenset[str]:
@@ -211,7 +210,10 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             return analysis.cached(("closed", run.signature, run.sizes), find)
 
         closed = analytic_kl_sites(run, find_separable)
-        return [c if (n := c.term.key.name) not in closed else _closed(c, closed[n]) for c in costs]
+        return [
+            elbo_cost(t) if (n := t.key.name) not in closed else _closed(t, closed[n])
+            for t in run.summands
+        ]
 
 
 def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
@@ -228,7 +230,7 @@ def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _closed(cost: Cost, negative_kl: Tensor) -> Cost:
+def _closed(term: Term, negative_kl: Tensor) -> Cost:
     # The divergence stands at the model's site; the guide's own summand is part of it.
-    value = 0 if cost.term.in_guide else negative_kl
-    return Cost(cost.term, value, value, closed=not cost.term.in_guide)
+    value = 0 if term.in_guide else negative_kl
+    return Cost(term, value, value, closed=not term.in_guide)

@@ -169,7 +169,8 @@ def _slots(
         every = none.scatter(-1, best.indices, True)
         return log_q.masked_fill(every, -math.inf).logsumexp(-1).exp()
 
-    prob, mode = best.values.exp(), log_q.argmax(-1, keepdim=True)
+    prob = best.values.exp()
+    mode = best.indices[..., :1] if top else log_q.argmax(-1, keepdim=True)
     return fill_slots(best.indices, prob, mode, outside, draw, num_samples, budget, min_samples)
 
 
@@ -196,17 +197,17 @@ def fill_slots(
         and draws ``num_samples``.
     """
     events = (1,) * (best.dim() - prob.dim())
-    rank = torch.arange(prob.shape[-1], device=prob.device)
+    size = prob.shape[-1]
     if budget is None:
         value, mass = draw(torch.ones_like(prob, dtype=torch.bool), num_samples)
         value = torch.cat([best, value], len(prob.shape) - 1)
-        each = (mass / max(num_samples, 1)).unsqueeze(-1)
+        each = (mass / num_samples if num_samples > 1 else mass).unsqueeze(-1)
         weight = torch.cat([prob, each.expand(*mass.shape, num_samples)], -1)
-        sampled = torch.arange(weight.shape[-1], device=prob.device).expand(weight.shape) >= len(
-            rank
-        )
+        slot = torch.arange(weight.shape[-1], device=prob.device)
+        sampled = (slot >= size).expand(weight.shape)
     else:
         # Summed from the small end: one minus the sum of the best would lose precision.
+        rank = torch.arange(size, device=prob.device)
         remaining = outside().unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
         criterion = (remaining / (budget - rank))[..., : budget - min_samples + 1]
         summed = rank < criterion.argmin(-1, keepdim=True)

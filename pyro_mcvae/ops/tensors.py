@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -62,6 +64,16 @@ def guard(condition: Tensor) -> bool:
     return True if add_guard(condition) else bool(condition)
 
 
+def guard_finite(value: Tensor) -> bool:
+    """Return whether a scalar is finite; :func:`guard` it while a step is recorded."""
+    return guard(value - value == 0) if _open else math.isfinite(value.item())
+
+
+def guard_at_most(value: Tensor, limit: float) -> bool:
+    """Return whether a scalar is at most ``limit``; :func:`guard` it while a step is recorded."""
+    return guard(value <= limit) if _open else value.item() <= limit
+
+
 def add_guard(condition: Tensor) -> bool:
     """Add a condition as a guard if a step is being recorded; return whether one is."""
     if _open:
@@ -102,9 +114,18 @@ def read(*numbers: Tensor) -> list[float]:
     """Return tensors of one number as Python's numbers, in one transfer from a device."""
     if costs_nothing_to_read(numbers[0]):
         return [number.item() for number in numbers]
-    wide = torch.float32 if numbers[0].device.type == "mps" else torch.float64
-    values: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
+    widest = reduce(torch.promote_types, (n.dtype for n in numbers))
+    values: list[float] = torch.stack([n.detach().reshape(()).to(widest) for n in numbers]).tolist()
     return values
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the sum of the tensors' norms, finite only if they are; None if there are none."""
+    dense = [t._values() if t.is_sparse else t.detach() for t in tensors]
+    if not dense:
+        return None
+    widest = reduce(torch.promote_types, {t.dtype for t in dense}, torch.float32)
+    return torch.stack(torch._foreach_norm(dense, dtype=widest)).sum()
 
 
 def follow(module: nn.Module, like: Tensor) -> None:
@@ -154,13 +175,13 @@ class Generators:
 
 def with_gradient_of(value: Tensor, surrogate: Tensor) -> Tensor:
     """
-    Return a loss with the gradient of minus a surrogate, whose value is not used.
+    Return minus a value, with the gradient of minus a surrogate, whose value is not used.
 
     Example::
 
         >>> from pyro_mcvae.ops.tensors import with_gradient_of
         >>> x = torch.tensor(2.0, requires_grad=True)
-        >>> loss = with_gradient_of(torch.tensor(7.0), x * float("inf") * 0 + 3 * x)
+        >>> loss = with_gradient_of(torch.tensor(-7.0), x * float("inf") * 0 + 3 * x)
         >>> loss.item()
         7.0
     """
@@ -173,7 +194,7 @@ class _WithGradientOf(torch.autograd.Function):
 
     @staticmethod
     def forward(value: Tensor, surrogate: Tensor) -> Tensor:
-        return value.detach().clone()
+        return -value
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -87,7 +87,7 @@ class Layout:
     ) -> Run:
         """Return the run of two traces, recorded with these leading dims."""
         nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
-        terms = terms_of(guide_trace, model_trace, leading.state_dim)
+        terms = terms_of(guide_trace, model_trace, leading.state_dim, substitutes.defers)
         options = nesting, self.count, substitutes.subsamples, leading.state_dim
         return Run(guide_trace, model_trace, terms, *options, substitutes.noise, self.mode)
 

@@ -270,13 +270,18 @@ class ParticleSampler:
         self._latest = self.structures.of(programs, run)
         return self._latest.global_sites
 
-    def independent(self, programs: Programs, detach_latents: bool = False) -> list[Run]:
+    def independent(
+        self, programs: Programs, detach_latents: bool = False, defers: bool = False
+    ) -> list[Run]:
         """
         Draw every latent, global ones too, once per particle; no weights are formed.
 
         :param detach_latents: whether latents are detached in the model.
+        :param defers: whether densities are computed only when they are asked for, which has to be
+            with gradients on or off as here.
         """
-        substitutes = Substitutes(attached=frozenset() if detach_latents else None)
+        attached = frozenset[str]() if detach_latents else None
+        substitutes = Substitutes(attached=attached, defers=defers)
         execution = _execution(programs, substitutes)
         if self.num_particles > 1:
             run = self.runner.run_together(execution, self.num_particles)

@@ -38,6 +38,23 @@ def transforms_of(fn: Distribution) -> Iterator[Transform]:
         yield from getattr(layer, "transforms", ())
 
 
+_LIBRARIES = "torch.distributions.", "pyro.distributions."
+
+
+def has_own_density(fn: Distribution) -> bool:
+    """Return whether a class outside PyTorch and Pyro defines the ``log_prob``."""
+    return not all(type(f).log_prob.__module__.startswith(_LIBRARIES) for f in layers(fn))
+
+
+def may_cache(fn: Distribution) -> bool:
+    """
+    Return whether a density may come from what its draw has left behind: the inverse that
+    transforms keep, or all of it, as of Zuko's flows and other distributions with a ``log_prob`` of
+    their own.
+    """
+    return any(transforms_of(fn)) or has_own_density(fn)
+
+
 def parts_of(transform: Transform) -> Iterator[Transform]:
     """Yield the elementary transforms that a transform is composed of."""
     inner = _inner(transform)

@@ -242,6 +242,7 @@ class Substitutes:
     :ivar attached: the guide's draws are detached in the model, except at the sites named here and
         in ``values``; None to detach none.
     :ivar noise: random numbers of the model outside sample sites; None to let it draw them.
+    :ivar defers: whether log densities are computed only when they are asked for.
     """
 
     subsamples: Minibatch = field(default_factory=Minibatch)
@@ -249,6 +250,7 @@ class Substitutes:
     sample_fn: SampleFn | None = None
     attached: frozenset[str] | None = None
     noise: ModelNoise | None = None
+    defers: bool = False
 
 
 class Recorder(Messenger):

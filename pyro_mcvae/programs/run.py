@@ -366,19 +366,21 @@ class Run:
 
 
 def terms_of(
-    guide_trace: Trace, model_trace: Trace, state_dim: int | None = None
+    guide_trace: Trace, model_trace: Trace, state_dim: int | None = None, defers: bool = False
 ) -> tuple[Term, ...]:
     """
     Return the log density of every site of both traces that is a factor of the weight.
 
     :param state_dim: as in :class:`Run`; None if the model drew its enumerated sites.
+    :param bool defers: compute densities when they are first asked for.
     """
-    return (*model_factors(model_trace, state_dim), *guide_terms(guide_trace))
+    from_model = model_factors(model_trace, state_dim, defers)
+    return (*from_model, *guide_terms(guide_trace, defers))
 
 
-def model_factors(model_trace: Trace, state_dim: int | None) -> list[Term]:
-    """Return the factors of the model; ``state_dim`` as in :func:`terms_of`."""
-    return model_terms(model_trace) if state_dim is None else summed_terms(model_trace)
+def model_factors(model_trace: Trace, state_dim: int | None, defers: bool = False) -> list[Term]:
+    """Return the factors of the model; the arguments are those of :func:`terms_of`."""
+    return model_terms(model_trace, defers) if state_dim is None else summed_terms(model_trace)
 
 
 # A model replayed at other values of its latents.

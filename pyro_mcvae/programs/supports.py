@@ -233,7 +233,8 @@ class _OneHot(Categories):
         return self.fn.logits
 
     def value(self, index: Tensor) -> Tensor:
-        return one_hot(index, self.fn.event_shape[0]).to(self.fn.logits.dtype)
+        # Networks compute on dense vectors in fewer operations.
+        return one_hot(index.contiguous(), self.fn.event_shape[0]).to(self.fn.logits.dtype)
 
     def category(self, value: Tensor) -> Tensor:
         return value.argmax(-1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution
 
 from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.exact_logs import exact_logs
 from pyro_mcvae.programs.sites import (
     RELAXED,
@@ -26,6 +27,7 @@ from pyro_mcvae.programs.sites import (
     is_scored,
     layers,
     naming_site,
+    observes_data,
     reparameterized,
     unscaled_log_prob,
     with_mask,
@@ -149,13 +151,41 @@ def _num_states(site: Site) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Deferred:
+    """The log density of a site of a program, which is not computed yet."""
+
+    site: Site
+    program: str
+
+    @classmethod
+    def checked(cls, site: Site, program: str) -> Deferred:
+        """
+        Return the density of a value that it would not reject.
+
+        :raises ValueError: naming the site, as the density itself.
+        """
+        if site["fn"]._validate_args:
+            with naming_site(site, program):
+                site["fn"]._validate_sample(site["value"])
+        return cls(site, program)
+
+    @property
+    def shape(self) -> tuple[torch.Size | None, ...]:
+        """Return what determines the shape, beside that of the distribution."""
+        return tuple([getattr(self.site[name], "shape", None) for name in ("value", "mask")])
+
+    def log_prob(self) -> Tensor:
+        return sites.masked(self.site, sites.unscaled_log_prob(self.site, self.program))
+
+
+@dataclass(frozen=True)
 class Term:
     """
     One factor of the weight of one run.
 
-    :ivar log_prob: the site's log density with the user's scale and mask, not the plates' N/B;
-        shape ``[leading, *batch]``.
-    :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
+    :ivar density: :attr:`log_prob`, or what computes it when it is first asked for.
+    :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through; None for
+        all of it.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
     :ivar left_out: whether it is the draw of an auxiliary variable, whose density is not part of
         the weight.
@@ -164,11 +194,20 @@ class Term:
 
     key: FactorKey
     site: Site
-    log_prob: Tensor
-    entropy: Tensor | int = 0
+    density: Tensor | Deferred
+    entropy: Tensor | int | None = 0
     score: Tensor | int = 0
     left_out: bool = False
     members: tuple[Term, ...] = ()
+
+    @cached_property
+    def log_prob(self) -> Tensor:
+        """
+        Return the site's log density with the user's scale and mask, not the plates' N/B.
+
+        Its shape is ``[leading, *batch]``.
+        """
+        return self.density.log_prob() if isinstance(self.density, Deferred) else self.density
 
     @cached_property
     def in_guide(self) -> bool:
@@ -182,7 +221,7 @@ class Term:
     def without_density(self) -> Term:
         """Return the term of a draw that keeps its score but is no factor of the weight."""
         zero = torch.zeros_like(self.log_prob)
-        return replace(self, log_prob=zero, entropy=0, left_out=True)
+        return replace(self, density=zero, entropy=0, left_out=True)
 
     @cached_property
     def form(self) -> SiteForm:
@@ -193,7 +232,7 @@ class Term:
         plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
         batch, event = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
         marks = tuple([site["infer"].get(mark) for mark in _MARKS])
-        shapes, members = (batch, event, self.log_prob.shape), tuple([t.form for t in self.members])
+        shapes, members = (batch, event, self.density.shape), tuple([t.form for t in self.members])
         return SiteForm(self.key, observed, draw, plates, type(fn), shapes, marks, members)
 
     @property
@@ -240,18 +279,18 @@ def guide_term(site: Site, key: FactorKey | None = None) -> Term:
         return _scored_term(site, key)
     # Computed from the noise of the value; see NoiseCoordinate.log_prob.
     log_prob = sites.masked(site, stored_log_prob)
-    return Term(key, site, log_prob, log_prob)
+    return Term(key, site, log_prob, None)
 
 
 def _scored_term(site: Site, key: FactorKey) -> Term:
     """Return the term of a draw, from Pyro's parts."""
     parts = score_parts(site)
-    entropy: Tensor | int
+    entropy: Tensor | int | None
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:
         # An observed site of a guide is a function of the draws and of parameters: it has a
         # gradient, whether or not a score function comes with it.
-        entropy = log_prob
+        entropy = None
     elif is_identically_zero(parts.entropy_term):
         entropy = 0
     else:
@@ -260,14 +299,31 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     return Term(key, site, log_prob, entropy, score)
 
 
-def model_terms(model_trace: Trace) -> list[Term]:
+def model_terms(model_trace: Trace, defers: bool = False) -> list[Term]:
     """Return the log density of every scored site of the model."""
-    return [model_term(s) for s in scored(model_trace)]
+    make = _deferred_model_term if defers else model_term
+    return [make(site) for site in scored(model_trace)]
 
 
-def guide_terms(guide_trace: Trace) -> list[Term]:
+def guide_terms(guide_trace: Trace, defers: bool = False) -> list[Term]:
     """Return the log density of every site of the guide that is a factor of the weight."""
-    return [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
+    make = _deferred_guide_term if defers else guide_term
+    return [make(site) for site in scored(guide_trace) if not observes_data(site)]
+
+
+def _deferred_model_term(site: Site) -> Term:
+    """Return :func:`model_term`, of latents with a density that is computed later."""
+    if site["is_observed"] or may_cache(site["fn"]):
+        return model_term(site)
+    return Term(FactorKey("model", site["name"]), site, Deferred.checked(site, "model"))
+
+
+def _deferred_guide_term(site: Site) -> Term:
+    """Return :func:`guide_term`, of pathwise draws with a density that is computed later."""
+    is_pathwise = is_random(site) and reparameterized(site)
+    if not is_pathwise or may_cache(site["fn"]) or is_rejection_sampled(site["fn"]):
+        return guide_term(site)
+    return Term(FactorKey("guide", site["name"]), site, Deferred.checked(site, "guide"), None)
 
 
 def observed_terms(guide_trace: Trace) -> list[Term]:
@@ -277,9 +333,9 @@ def observed_terms(guide_trace: Trace) -> list[Term]:
     They are not draws, so no weight includes them. Averages of log p - log q include them, as in
     Pyro.
     """
-    return [_observed_term(s) for s in scored(guide_trace) if sites.observes_data(s)]
+    return [_observed_term(s) for s in scored(guide_trace) if observes_data(s)]
 
 
 def _observed_term(site: Site) -> Term:
     log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
-    return Term(FactorKey("guide", site["name"]), site, log_prob, log_prob)
+    return Term(FactorKey("guide", site["name"]), site, log_prob, None)

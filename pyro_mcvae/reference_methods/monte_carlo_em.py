@@ -350,7 +350,9 @@ class MonteCarloEM(ChainELBO):
             estimate, surrogate=surrogate, runs=[*fresh.runs, *sample.runs], finish=finish
         )
 
-    def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
+    def _surrogate(
+        self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor
+    ) -> Tensor:
         sample = density.log_weight.detached(chain.state.position)
         self._latest = sample, density.log_weight
         return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)
@@ -374,7 +376,7 @@ class MonteCarloEM(ChainELBO):
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)
         self.last_step = ChainRecord(
-            torch.stack([chain.mean(info.acceptance) for info in infos]),
+            chain.mean(torch.stack([info.acceptance for info in infos]), 1),
             self.kernel.step_size().detach().clone(),
             target.beta,
             log_weight,

@@ -6,11 +6,17 @@ the simulated device of ``tests/device``, and the operations that are launched.
 """
 
 import pyro
+import torch
 from pyro.infer import Trace_ELBO
 
 from tests.device import test_operations, test_reads
 from tests.device.programs import Training
 from tests.device.simulated import simulated_device
+
+COLUMNS = (
+    *("by formulas", "programs alone", "by distributions"),
+    *("plain, CPU", "recorded, CPU", "plain, device", "recorded, device"),
+)
 
 
 def main() -> None:
@@ -33,13 +39,16 @@ def main() -> None:
                 beside[drawn] = reads(Trace_ELBO(), drawn)
             counts = map(str, (*reads(loss(), programs), *beside[drawn]))
             print(f"| {name} | {programs} | {' | '.join(counts)} |", flush=True)
-    print("\n| step | by hand | plain | recorded | programs alone | plain | recorded |")
-    print("| --- " + "| ---: " * 6 + "|")
-    for name in test_operations.CASES:
-        pyro.set_rng_seed(0)
-        plain, recorded, *steps = test_operations.counts(name)
-        parts = (f"{n} | {plain / n:.2f} | {recorded / n:.2f}" for n in steps)
-        print(f"| {name} | {' | '.join(parts)} |", flush=True)
+        print(f"\n| step | {' | '.join(COLUMNS)} |\n| --- " + "| ---: " * len(COLUMNS) + "|")
+        for name in test_operations.CASES:
+            found = []
+            for place in (torch.device("cpu"), device):
+                pyro.set_rng_seed(0)
+                found.append(test_operations.counts(name, place))
+            n = found[0].distributions
+            ratios = [f"{c / n:.2f}" for f in found for c in (f.plain, f.recorded)]
+            parts = [found[0].formulas, found[0].programs, n, *ratios]
+            print(f"| {name} | {' | '.join(map(str, parts))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from pyro_mcvae.compiled import recording
@@ -201,10 +202,8 @@ def _made(factory):
     return made
 
 
-_FACTORIES = (
-    *("tensor", "as_tensor", "arange", "zeros", "ones", "full", "empty", "eye", "linspace"),
-    *("logspace", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
-)
+# Others stay as they are, or a recording would not see them.
+_FACTORIES = ("tensor", "as_tensor", "arange", "eye")
 _get_data, _set_data = Tensor.data.__get__, Tensor.data.__set__
 
 
@@ -299,8 +298,10 @@ def simulated_device() -> Iterator[torch.device]:
         stack.enter_context(
             mock.patch.object(torch, "_has_compatible_shallow_copy_type", _is_compatible)
         )
-        # What is told from subclasses that carry more than values.
+        # What is told from subclasses that carry more than values; recordings, too, take apart
+        # the subclasses that they do not know.
         plain = (
+            (proxy_tensor, "HANDLED_TYPES", (*proxy_tensor.HANDLED_TYPES, SimulatedTensor)),
             (recording, "_TENSORS", (*recording._TENSORS, SimulatedTensor)),
             (recording, "_LEAVES", {*recording._LEAVES, SimulatedTensor}),
             (smoothing, "_PLAIN", (*smoothing._PLAIN, SimulatedTensor)),

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 
 import pyro
 import pytest
@@ -15,12 +14,14 @@ from pyro_mcvae import (
     CompiledELBO,
     SigmoidSchedule,
     TraceAIS_ELBO,
+    TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
     TraceSIS_ELBO,
     load_checkpoint,
     save_checkpoint,
 )
-from pyro_mcvae.compiled.recording import Outcome
+from tests.compiled.programs import uses
 from tests.device.programs import BATCH, Training
 from tests.device.simulated import host_reads
 from tests.training.runs import D, Guide, Model, Run, data
@@ -107,27 +108,65 @@ def test_to_a_wider_dtype_only(wide):
     assert floating == {torch.float64}
 
 
+OBJECTIVES = {
+    "sgvb": (TraceSGVB_ELBO, "vae"),
+    "iwae": (lambda: TraceIWAE_ELBO(3), "vae"),
+    "sis": (lambda: TraceSIS_ELBO(2), "vae"),
+    "rb": (lambda: TraceRaoBlackwell_ELBO(1), "categories"),
+}
+objectives = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("iwae", "rb"))) for n in OBJECTIVES]
+)
+
+
+@objectives
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast(dtype, device):
+def test_under_autocast(name, dtype, device):
     torch.set_default_dtype(torch.float32)
+    make, programs = OBJECTIVES[name]
     losses = []
     for enabled in (False, True):
         pyro.clear_param_store()
         pyro.set_rng_seed(3)
-        training = Training(TraceSIS_ELBO(2), "vae", device)
+        training = Training(make(), programs, device)
         with torch.autocast(device.type, dtype=dtype, enabled=enabled):
             losses.append(training.step())
-        floating = [t for t in tensors(training.loss).values() if t.is_floating_point()]
-        assert {t.dtype for t in floating} == {torch.float32}
+        parts = tensors(training.loss) if isinstance(training.loss, torch.nn.Module) else {}
+        assert {t.dtype for t in parts.values() if t.is_floating_point()} <= {torch.float32}
     assert 0 < abs(losses[1] - losses[0]) < 0.05 * abs(losses[0])
 
 
-def test_a_replayed_step_reads_once(device):
-    """Recording needs a device's own tensors, so what a replay reads is tested by itself."""
-    for loss, assumed, usable in ((0.0, True, True), (1.0, False, False), (math.nan, True, False)):
-        values = [torch.tensor(value, device=device) for value in (loss, assumed)]
-        outcome = Outcome(values[0], values[1:], [], [])
+@objectives
+def test_modules_in_bfloat16(name, device):
+    """Densities are computed in single precision, whatever the modules are in."""
+    torch.set_default_dtype(torch.float32)
+    make, programs = OBJECTIVES[name]
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        training = Training(make(), programs, device)
+        for program in training.pair:
+            program.to(dtype)
+        x, index = training.data
+        training.data = x.to(dtype), index
+        losses.append(training.step())
+    assert 0 < abs(losses[1] - losses[0]) < 0.05 * abs(losses[0])
+
+
+@objectives
+def test_a_replayed_step_is_the_plain_one_and_reads_once(name, device):
+    make, programs = OBJECTIVES[name]
+    losses = []
+    for wrap in (lambda loss: loss, functools.partial(CompiledELBO, backend="eager")):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        loss = wrap(make())
+        training = Training(loss, programs, device)
+        # Two plain steps, a recorded one, and two replays that are compared.
+        losses.append([training.step() for _ in range(5)])
         with host_reads() as reads:
-            assert outcome.is_usable() is usable
-            assert outcome.numbers[0] == loss or math.isnan(loss)
-        assert len(reads) == 1
+            losses[-1].append(training.step())
+    assert losses[1] == losses[0]
+    assert uses(loss) == 3
+    assert len(reads) == 1, reads.by_line

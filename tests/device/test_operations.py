@@ -1,12 +1,11 @@
 """
-How many operations a step launches, beside the same step by hand and beside the same programs under
-a handler that does the least. Counts, not times: a GPU that is not busy waits for each launch.
-
-The limits are what was counted with PyTorch 2.13: none may grow, but by the operation or two by
-which versions of PyTorch differ.
+How many operations a step launches, beside the same step that one writes by hand with PyTorch's
+distributions: on the CPU, where a step may read values, and on the simulated device, where it must
+not. Counts, not times: a GPU that is not busy waits for each launch.
 """
 
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pyro
@@ -28,47 +27,62 @@ from tests.benchmarks.vae import VAE
 from tests.device.operations import count, gradient_step
 
 MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
-# The loss, its bound by hand, and the most that plain and recorded steps may launch of each
-# operation by hand, and of each of the programs alone.
+# The loss, and its bound by hand.
 CASES = {
-    "SGVB": (TraceSGVB_ELBO, hand.sgvb, (1.71, 1.53), (1.45, 1.3)),
-    "IWAE-10": (
-        lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam", **MANY),
-        hand.iwae,
-        (1.64, 1.79),
-        (1.3, 1.42),
-    ),
-    "SIS-5": (lambda: TraceSIS_ELBO(5, ULA(0.05)), hand.sis, (1.34, 1.18), (1.22, 1.08)),
-    "AIS-5": (lambda: TraceAIS_ELBO(5, MALA(0.05), **MANY), hand.ais, (1.26, 1.04), (1.19, 0.98)),
-    "Rao-Blackwell": (TraceRaoBlackwell_ELBO, hand.rao_blackwell, (1.85, 1.67), (1.57, 1.41)),
+    "SGVB": (TraceSGVB_ELBO, hand.sgvb),
+    "IWAE-10": (lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam", **MANY), hand.iwae),
+    "SIS-5": (lambda: TraceSIS_ELBO(5, ULA(0.05)), hand.sis),
+    "AIS-5": (lambda: TraceAIS_ELBO(5, MALA(0.05), **MANY), hand.ais),
+    "Rao-Blackwell": (TraceRaoBlackwell_ELBO, hand.rao_blackwell),
 }
 SIZES = {"latent": 4, "pixels": 8, "hidden": 6, "decoder": "mlp", "device": "cpu"}
+# The most that a step may launch of each operation by hand.
+PLAIN, RECORDED = 1.15, 1.0
 
 
-@cache
-def counts(name):
-    """Plain, recorded, by hand, and the programs alone."""
-    loss, bound, *_ = CASES[name]
+@dataclass
+class Counts:
+    """
+    Operations of warm steps.
+
+    :ivar distributions: by hand, with PyTorch's distributions.
+    :ivar formulas: by hand, without distributions and constants.
+    :ivar programs: of the model and guide as Pyro runs them, under a handler that does the least.
+    """
+
+    plain: int
+    recorded: int
+    distributions: int
+    formulas: int
+    programs: int
+
+
+def counts(name: str, device: torch.device) -> Counts:
+    loss, bound = CASES[name]
     discrete = name == "Rao-Blackwell"
     pyro.enable_validation(False)
-    vae = VAE(SimpleNamespace(objective="RB" if discrete else name, **SIZES), stored=False)
-    x = torch.rand(5, SIZES["pixels"]).bernoulli()
-    ways = (hand.Categories, hand.BareCategories) if discrete else (hand.Plain, hand.Bare)
-    result = []
+    objective = "RB" if discrete else name
+    vae = VAE(SimpleNamespace(objective=objective, **SIZES), stored=False).to(device)
+    x = torch.rand(5, SIZES["pixels"]).bernoulli().to(device)
+    ways = (
+        (hand.CategoricalDistributions, hand.Categories, hand.BareCategories)
+        if discrete
+        else (hand.Distributions, hand.Plain, hand.Bare)
+    )
+    found = []
     for wrap in (lambda loss: loss, partial(CompiledELBO, backend="eager")):
-        elbo = wrap(loss())
-        step = partial(elbo.differentiable_loss, vae.model, vae.guide, x)
-        result.append(count(gradient_step(step, vae.parameters())))
+        step = partial(wrap(loss()).differentiable_loss, vae.model, vae.guide, x)
+        found.append(count(gradient_step(step, vae.parameters())))
     for way in ways:
-        result.append(count(gradient_step(lambda w=way: -bound(w(vae), x), vae.parameters())))
-    return result
+        found.append(count(gradient_step(lambda w=way: -bound(w(vae), x), vae.parameters())))
+    return Counts(*found)
 
 
+@pytest.mark.parametrize("place", ["cpu", "sim"])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("SIS-5", "AIS-5"))) for n in CASES]
 )
-def test_a_step_launches_no_more_than_it_did(name):
-    plain, recorded, by_hand, bare = counts(name)
-    for steps, limits in ((by_hand, CASES[name][2]), (bare, CASES[name][3])):
-        assert plain <= limits[0] * steps + 2, (plain, steps)
-        assert recorded <= limits[1] * steps + 2, (recorded, steps)
+def test_a_step_launches_hardly_more_than_by_hand(name, place, device):
+    found = counts(name, torch.device("cpu") if place == "cpu" else device)
+    assert found.plain <= PLAIN * found.distributions, found
+    assert found.recorded <= RECORDED * found.distributions, found

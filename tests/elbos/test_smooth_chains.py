@@ -30,7 +30,8 @@ class _Expected:
     """Averages over the accept bit, so that the weight is a function of continuous noise alone."""
 
     def _decide(self, proposal, state, target):
-        log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
+        change = target.log_change(proposal.state, state) + proposal.log_ratio
+        log_accept = change.clamp(max=0.0)
         change = proposal.state.log_weight - state.log_weight
         mixed = state._replace(log_weight=state.log_weight + log_accept.exp() * change)
         zero, bits = torch.zeros_like(change), torch.ones_like(change, dtype=torch.bool)
