@@ -24,6 +24,7 @@ from pyro_mcvae.chains.schedules import (
     Schedule,
     SigmoidSchedule,
 )
+from pyro_mcvae.chains.score_network import ScoreNetwork
 from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.comparisons.wake_sleep import WakeSleep
 from pyro_mcvae.compiled.elbo import CompiledELBO
@@ -113,6 +114,7 @@ __all__ = [
     "Report",
     "Sandwich",
     "Schedule",
+    "ScoreNetwork",
     "SigmoidSchedule",
     "State",
     "StatePosterior",

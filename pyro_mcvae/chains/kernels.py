@@ -19,7 +19,8 @@ from pyro_mcvae.chains.parameters import (
     as_step_size,
     check_transitions,
 )
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.chains.score_network import SizedByChain
+from pyro_mcvae.ops.checks import check_count, check_flag
 
 # What every Markov kernel shares: states with cached gradients, targets, acceptance.
 
@@ -381,6 +382,44 @@ def log_momentum(momentum: Tensor) -> Tensor:
     return -0.5 * momentum.square().sum(-1)
 
 
+class MassMatrix(SizedByChain):
+    r"""
+    The leapfrog step with a learned inverse mass matrix :math:`F F^\top`.
+
+    .. math::
+        p &\leftarrow p + \tfrac{\epsilon}{2} F^\top \nabla \log \gamma(z) \\
+        z &\leftarrow z + \epsilon\, F p \\
+        p &\leftarrow p + \tfrac{\epsilon}{2} F^\top \nabla \log \gamma(z)
+
+    F has the shape ``[D, D]``, and is the identity at first. It may become any matrix: each line
+    moves one half of (z, p) by a function of the other, so the step stays reversible and
+    volume-preserving. Call it as :func:`leapfrog`.
+    """
+
+    _sized = "factor"
+    factor: nn.Parameter
+
+    def _create(self, dim: int) -> None:
+        self.factor = nn.Parameter(torch.eye(dim))
+
+    def forward(
+        self, state: State, momentum: Tensor, target: Target, step_size: Tensor
+    ) -> tuple[State, Tensor]:
+        self.create(state.position.shape[-1], state.position)
+
+        def times(vector: Tensor, factor: Tensor) -> Tensor:
+            product = vector @ factor
+            return product if target.movable is None else product * target.movable
+
+        def kick(state: State) -> Tensor:
+            gradient = 0.5 * step_size * target.gradient(state)
+            return times(gradient, self.factor).clamp(-_LIMIT, _LIMIT)
+
+        momentum = momentum + kick(state)
+        state = target.evaluate(state.position + step_size * times(momentum, self.factor.mT))
+        return state, momentum + kick(state)
+
+
 # Random-walk Metropolis.
 
 
@@ -540,11 +579,29 @@ class UnderdampedLangevin(Kernel):
     with :math:`\eta = \epsilon^2 / 2`; with momentum the moves of a chain add up, so that a few of
     them go further.
 
+    ``full_mass`` learns an inverse mass matrix :math:`F F^\top` for all transitions, by the bound's
+    gradient: positions move by :math:`\epsilon F p`, momenta by
+    :math:`\tfrac{\epsilon}{2} F^\top \nabla \log \gamma`. Chains then follow correlations that the
+    guide lacks. F has :math:`D^2` entries, and is the identity at first.
+
+    ``reverse`` learns the reversal of the refreshments. Without it the weight takes
+    :math:`N(p;\, \mu \tilde p,\, 1 - \mu^2)`, which is exact for chains in equilibrium. With it
+
+    .. math::
+        r_k(p \mid z, \tilde p)
+            = N\big(p;\, \mu \tilde p + (1 - \mu^2)\, s_k(z, \tilde p),\, 1 - \mu^2\big),
+
+    where :math:`s_k` is a :class:`ScoreNetwork`. :math:`E[\exp W] = p(x)` for any F and any
+    :math:`s_k`.
+
     :param step_size: :math:`\epsilon`; see :class:`Kernel`. Adapts by default, to an acceptance of
         0.9; for a model that is trained already, 0.8 is often tighter:
         ``AdaptiveStepSize(target_acceptance=0.8)``.
     :param momentum: :math:`\mu`, a number of at least 0 and less than 1, a
         :class:`LearnedMomentum`, or a module that maps the number of a transition to a tensor.
+    :param bool full_mass: whether to learn a mass matrix, ``kernel.integrator.factor``.
+    :param reverse: a :class:`ScoreNetwork`, or a module that maps positions, refreshed momenta
+        and the number of a transition to :math:`s_k`, shape ``[*batch, D]``.
     :raises ValueError: if the step size is not positive, or the momentum outside [0, 1).
 
     [1] Geffner, Domke (2021), *MCMC Variational Inference via Uncorrected Hamiltonian Annealing*.
@@ -572,6 +629,8 @@ class UnderdampedLangevin(Kernel):
         self,
         step_size: float | Tensor | StepSize | None = None,
         momentum: float | nn.Module = 0.9,
+        full_mass: bool = False,
+        reverse: nn.Module | None = None,
     ) -> None:
         super().__init__(step_size)
         known = isinstance(momentum, nn.Module | int | float) and not isinstance(momentum, bool)
@@ -580,11 +639,21 @@ class UnderdampedLangevin(Kernel):
                 f"momentum must be at least 0 and less than 1, or a module such as "
                 f"LearnedMomentum(), got {momentum!r}"
             )
-        self.momentum = momentum
+        if not (reverse is None or isinstance(reverse, nn.Module)):
+            raise ValueError(f"reverse must be a module such as ScoreNetwork(), got {reverse!r}")
+        check_flag("full_mass", full_mass)
+        self.momentum: Any = momentum
+        self.reverse = reverse
+        self.integrator = MassMatrix() if full_mass else leapfrog
 
     @classmethod
     def trained(
-        cls, num_transitions: int, momentum: float = 0.7, warmup: int = 100
+        cls,
+        num_transitions: int,
+        momentum: float = 0.7,
+        warmup: int = 100,
+        full_mass: bool = False,
+        reverse: nn.Module | None = None,
     ) -> UnderdampedLangevin:
         """
         A step size and a momentum for each transition, which train with the bound.
@@ -593,19 +662,33 @@ class UnderdampedLangevin(Kernel):
         :param float momentum: where all momenta start.
         :param int warmup: training steps for which the step size adapts, before those of the
             transitions are learned; see :class:`LearnedStepSize`.
+        :param bool full_mass: whether to learn a mass matrix.
+        :param reverse: a :class:`ScoreNetwork` of as many transitions.
         """
         step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
         # The first transition draws its momentum again: a parameter of one alone would not be used.
-        learned = num_transitions > 1
-        return cls(step_size, LearnedMomentum(momentum, num_transitions) if learned else momentum)
+        kept = LearnedMomentum(momentum, num_transitions) if num_transitions > 1 else momentum
+        return cls(step_size, kept, full_mass, reverse)
 
     def propose(self, state: State, target: Target) -> Proposal:
-        start = target.noise(state)
+        start, kept = target.noise(state), self.momentum
         if state.momentum is not None:
-            kept: Any = self.momentum
             if isinstance(kept, nn.Module):
                 kept = kept(target.transition)
             start = kept * state.momentum + (1 - kept**2) ** 0.5 * start
-        new, end = leapfrog(state, start, target, self.step_size(target.transition))
+        new, end = self.integrator(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.
-        return Proposal(new._replace(momentum=end), log_momentum(end) - log_momentum(start))
+        log_ratio = log_momentum(end) - log_momentum(start)
+        if self.reverse is not None and state.momentum is not None:
+            log_ratio = log_ratio + self._learned_reversal(state, start, kept, target)
+        return Proposal(new._replace(momentum=end), log_ratio)
+
+    def _learned_reversal(self, state: State, start: Tensor, kept: Any, target: Target) -> Tensor:
+        """Return what the learned reversal adds to the log ratio, shape ``[*batch]``."""
+        assert self.reverse is not None
+        assert state.momentum is not None
+        drift = self.reverse(state.position, start, target.transition)
+        drift = drift if target.movable is None else drift * target.movable
+        # log N(r; v s, v) - log N(r; 0, v), without a division by v, which may be close to 0.
+        residual = state.momentum - kept * start - 0.5 * (1 - kept**2) * drift
+        return (drift * residual).sum(-1)

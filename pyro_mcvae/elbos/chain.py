@@ -18,6 +18,7 @@ from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernels import HMC, ULA, Kernel, UnderdampedLangevin, of_moving
 from pyro_mcvae.chains.parameters import AdaptiveStepSize, StepSize
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
+from pyro_mcvae.chains.score_network import SizedByChain, create_parts
 from pyro_mcvae.coordinates.chain_density import ChainDensity, check_chain, outside_inference_mode
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.coordinates.smoothness import Smoothness
@@ -246,12 +247,12 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
+            gradient = self._gradient if wanted else GradientMode.NONE
+            density, slots = self._density(programs, gradient)
             if wanted and any(p.requires_grad for p in self.parameters()):
                 # SVI optimises what a step touches through Pyro's parameter store. Values that were
                 # loaded there are these parts' own, or they would never be trained again.
                 pyro.module(self.param_name, self, update_module_params=True)
-            gradient = self._gradient if wanted else GradientMode.NONE
-            density, slots = self._density(programs, gradient)
             chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
@@ -301,6 +302,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 log_weight, draws = make(None)[0], None
             else:
                 log_weight, draws = self.slots.begin(self.sampler, programs, make)
+        create_parts(self.kernel, log_weight.coordinates)
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
@@ -401,6 +403,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _refuse_learned_parts(self) -> None:
         learned = [name for name, p in self.named_parameters() if p.requires_grad]
+        learned += [name for name, m in self.named_modules() if isinstance(m, SizedByChain)]
         if learned:
             raise ValueError(
                 f"gradient_estimator='reweighted' runs its chains without a graph, so "

@@ -20,6 +20,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
     log_evidence,
 )
+from tests.chains.densities import learned_moves
 from tests.estimates import assert_mean, called
 from tests.models import (
     BetaBernoulli,
@@ -79,6 +80,7 @@ KERNELS = {
     "hmc": HMC(0.4, 2),
     "ula": ULA(),
     "underdamped": UnderdampedLangevin(),
+    "learned moves": learned_moves(0.2, 0.6),
 }
 
 
