@@ -141,8 +141,7 @@ def anneal(
     if not start.position.shape[-1]:
         return Chain(start.log_weight, start, start, [], [])  # nothing can move
     state, infos, log_weights = start, [], []
-    left_out = int(kernel.adjusted and not last_transition)
-    for k in range(1, len(betas) - left_out):
+    for k in range(1, len(betas) - (kernel.adjusted and not last_transition)):
         log_weights.append(state.log_weight)
         state, info = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         infos.append(info)
@@ -151,9 +150,8 @@ def anneal(
         rest = parts.flip(0).cumsum(0).flip(0).unbind()
         past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
         return Chain(rest[0], start, state, infos, list(rest[steps]), None, movable, past)
-    log_weight = state.log_base + state.log_weight - start.log_base
-    log_weight = log_weight + sum(i.log_ratio for i in infos)
-    return Chain(log_weight, start, state, infos, [], movable=movable)
+    total = state.log_base + state.log_weight - start.log_base + sum(i.log_ratio for i in infos)
+    return Chain(total, start, state, infos, [], movable=movable)
 
 
 def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:

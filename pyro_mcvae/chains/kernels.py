@@ -405,7 +405,7 @@ class MassMatrix(SizedByChain):
     def forward(
         self, state: State, momentum: Tensor, target: Target, step_size: Tensor
     ) -> tuple[State, Tensor]:
-        self.create(state.position.shape[-1], state.position)
+        self.create(state.position)
 
         def times(vector: Tensor, factor: Tensor) -> Tensor:
             product = vector @ factor
@@ -671,10 +671,9 @@ class UnderdampedLangevin(Kernel):
         return cls(step_size, kept, full_mass, reverse)
 
     def propose(self, state: State, target: Target) -> Proposal:
-        start, kept = target.noise(state), self.momentum
+        start = target.noise(state)
         if state.momentum is not None:
-            if isinstance(kept, nn.Module):
-                kept = kept(target.transition)
+            kept = self.momentum(target.transition) if callable(self.momentum) else self.momentum
             start = kept * state.momentum + (1 - kept**2) ** 0.5 * start
         new, end = self.integrator(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.

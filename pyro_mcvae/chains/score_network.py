@@ -15,7 +15,7 @@ class SizedByChain(nn.Module, ABC):
     """
     Base class of parts whose parameters depend on the number of coordinates, D.
 
-    The first chain creates the parameters, or :meth:`create`.
+    The first chain creates the parameters.
 
     :ivar dim: D; None before the parameters are created.
     """
@@ -24,21 +24,21 @@ class SizedByChain(nn.Module, ABC):
     # The name of a parameter whose first size is D.
     _sized: str
 
-    def create(self, dim: int, like: Tensor | None = None) -> None:
+    def create(self, position: Tensor) -> None:
         """
         Create the parameters, unless they exist.
 
         Call it before an optimizer or a wrapper such as ``DistributedDataParallel`` collects them.
 
-        :param int dim: the number of coordinates, D.
-        :param like: a tensor of the device and the dtype.
+        :param ~torch.Tensor position: of the device and the dtype of a chain, shape
+            ``[*batch, D]``.
         :raises ValueError: if the parameters exist for another number of coordinates.
         """
+        dim = position.shape[-1]
         if self.dim is None:
             self.dim = dim
             self._create(dim)
-            if like is not None:
-                self.to(like)
+            self.to(position)
         elif dim != self.dim:
             raise ValueError(
                 f"{type(self).__name__} has parameters for {self.dim} coordinates, but the chain "
@@ -54,15 +54,8 @@ class SizedByChain(nn.Module, ABC):
     ) -> None:
         saved = state_dict.get(prefix + self._sized)
         if saved is not None:
-            self.create(len(saved))
+            self.create(saved.new_empty(len(saved)))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def create_parts(kernel: nn.Module, position: Tensor) -> None:
-    """Create the parts of a kernel that depend on D, of the dtype and on the device of a chain."""
-    for part in kernel.modules():
-        if isinstance(part, SizedByChain):
-            part.create(position.shape[-1], position)
 
 
 class ScoreNetwork(SizedByChain):
@@ -114,7 +107,7 @@ class ScoreNetwork(SizedByChain):
         nn.init.zeros_(self.drift.bias)
 
     def forward(self, position: Tensor, momentum: Tensor, transition: int = -1) -> Tensor:
-        self.create(position.shape[-1], position)
+        self.create(position)
         time = of_transition("score network", self.time, self.num_transitions, transition)
         hidden = nn.functional.softplus(self.inputs(torch.cat([position, momentum], -1)) + time)
         found: Tensor = self.drift(nn.functional.softplus(self.hidden(hidden)))

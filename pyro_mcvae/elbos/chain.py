@@ -18,7 +18,7 @@ from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernels import HMC, ULA, Kernel, UnderdampedLangevin, of_moving
 from pyro_mcvae.chains.parameters import AdaptiveStepSize, StepSize
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
-from pyro_mcvae.chains.score_network import SizedByChain, create_parts
+from pyro_mcvae.chains.score_network import SizedByChain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, check_chain, outside_inference_mode
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.coordinates.smoothness import Smoothness
@@ -193,6 +193,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         MonteCarloELBO.__init__(self, num_particles, **options)
         self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
+        self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
@@ -247,8 +248,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
-            gradient = self._gradient if wanted else GradientMode.NONE
-            density, slots = self._density(programs, gradient)
+            density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
                 # SVI optimises what a step touches through Pyro's parameter store. Values that were
                 # loaded there are these parts' own, or they would never be trained again.
@@ -278,18 +278,16 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if not bool(value.isfinite().all())
         ]
 
-    @property
-    def _gradient(self) -> GradientMode:
-        """What a training step differentiates."""
-        return GradientMode.FIRST if self.gradient_estimator == "reweighted" else GradientMode.CHAIN
-
-    def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
+    def _density(self, programs: Programs, trains: bool) -> tuple[ChainDensity, OneSlot]:
         """The programs of one step as a function from positions to states, and its slots."""
+        reweighted = self.gradient_estimator == "reweighted"
+        trained = GradientMode.FIRST if reweighted else GradientMode.CHAIN
+        gradient = trained if trains else GradientMode.NONE
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
 
         # Whether gradients that move the chain are differentiated again, in training steps.
-        twice = self.kernel.needs_gradient and self.gradient_estimator != "reweighted"
+        twice = self.kernel.needs_gradient and not reweighted
         widths = self._smoothness.widths(programs) if twice else None
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
@@ -302,7 +300,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 log_weight, draws = make(None)[0], None
             else:
                 log_weight, draws = self.slots.begin(self.sampler, programs, make)
-        create_parts(self.kernel, log_weight.coordinates)
+        for part in self._sized:
+            part.create(log_weight.coordinates)
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
@@ -403,7 +402,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _refuse_learned_parts(self) -> None:
         learned = [name for name, p in self.named_parameters() if p.requires_grad]
-        learned += [name for name, m in self.named_modules() if isinstance(m, SizedByChain)]
+        learned += [f"the {type(part).__name__}" for part in self._sized if part.dim is None]
         if learned:
             raise ValueError(
                 f"gradient_estimator='reweighted' runs its chains without a graph, so "

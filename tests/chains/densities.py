@@ -7,6 +7,7 @@ import torch
 from pyro_mcvae import ScoreNetwork, UnderdampedLangevin
 from pyro_mcvae.chains.annealing import evaluator
 from pyro_mcvae.chains.kernels import MassMatrix, Target
+from pyro_mcvae.chains.score_network import SizedByChain
 
 
 def standard_normal(z):
@@ -83,6 +84,13 @@ class RandomMass(MassMatrix):
     def _create(self, dim):
         super()._create(dim)
         _scrambled(self, 0.3)
+
+
+def create_parts(kernel, position):
+    """What an objective does before the first chain."""
+    for part in kernel.modules():
+        if isinstance(part, SizedByChain):
+            part.create(position)
 
 
 def learned_moves(step_size, momentum, num_transitions=None):

@@ -18,9 +18,14 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
 from pyro_mcvae.chains.parameters import LearnedStepSize
-from pyro_mcvae.chains.score_network import create_parts
 from pyro_mcvae.ops.weights import log_mean_exp
-from tests.chains.densities import LOG_EVIDENCE, correlated, learned_moves, standard_normal
+from tests.chains.densities import (
+    LOG_EVIDENCE,
+    correlated,
+    create_parts,
+    learned_moves,
+    standard_normal,
+)
 from tests.estimates import assert_mean
 
 UNADJUSTED = {

@@ -19,8 +19,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.chains.annealing import evaluator
 from pyro_mcvae.chains.kernels import MassMatrix, Target, leapfrog, log_momentum
-from pyro_mcvae.chains.score_network import create_parts
-from tests.chains.densities import RandomMass, correlated, frozen, learned_moves
+from tests.chains.densities import RandomMass, correlated, create_parts, frozen, learned_moves
 
 K, MU = 3, 0.8
 
@@ -74,7 +73,7 @@ def test_a_mass_matrix_is_a_change_of_coordinates():
     """The chain with factor F in z is the plain one in F^-1 z."""
     factor = torch.tensor([[1.0, 0.0], [0.7, 0.5]])
     mass = MassMatrix()
-    mass.create(2)
+    mass.create(torch.zeros(2))
     mass.factor.data.copy_(factor)
     z, momentum = torch.randn(5, 2), torch.randn(5, 2)
     found, end = mass(target(0).evaluate(z), momentum, target(0), torch.tensor(0.4))
@@ -112,12 +111,12 @@ def test_what_may_not_move_has_no_momentum_and_no_drift():
 def test_parameters_are_created_alike_everywhere_and_draw_nothing():
     before = torch.get_rng_state()
     first, second = ScoreNetwork(3), ScoreNetwork(3)
-    first.create(4)
+    first.create(torch.zeros(4))
     torch.rand(5)
-    second.create(4)
+    second.create(torch.zeros(4))
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     torch.set_rng_state(before)
-    ScoreNetwork(3).create(4)
+    ScoreNetwork(3).create(torch.zeros(4))
     assert torch.equal(torch.get_rng_state(), before)
 
 

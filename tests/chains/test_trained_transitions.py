@@ -20,8 +20,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.annealing import anneal, evaluator
-from pyro_mcvae.chains.score_network import create_parts
-from tests.chains.densities import LOG_EVIDENCE, correlated, learned_moves
+from tests.chains.densities import LOG_EVIDENCE, correlated, create_parts, learned_moves
 from tests.estimates import assert_mean
 
 K = 4
