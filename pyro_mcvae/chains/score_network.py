@@ -60,8 +60,9 @@ class SizedByChain(nn.Module, ABC):
 
 class ScoreNetwork(SizedByChain):
     r"""
-    A learned drift :math:`s_k(z, \tilde p)` for the reversal of a chain's refreshments [1, 2]: the
-    ``reverse`` of :class:`UnderdampedLangevin`.
+    A learned drift :math:`s_k(z, \tilde p)` of the reversed refreshments of a chain [1, 2].
+
+    Pass it as ``reverse`` to :class:`UnderdampedLangevin`, which has the density.
 
     .. math::
         s_k(z, \tilde p) = W_3\, \sigma\big(W_2\, \sigma(W_1 [z, \tilde p] + a_k) + b_2\big) + b_3,

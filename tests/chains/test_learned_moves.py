@@ -208,6 +208,12 @@ def test_values_from_the_store_are_used_in_the_first_step(tmp_path):
         (lambda: ScoreNetwork(3, width=0), "width must be an int of at least 1"),
         (lambda: ScoreNetwork(0), "num_transitions must be an int of at least 1"),
         (
+            lambda: TraceSIS_ELBO(
+                3, UnderdampedLangevin(0.1, full_mass=True), gradient_estimator="reweighted"
+            ),
+            "the MassMatrix would get no gradient",
+        ),
+        (
             lambda: TraceSIS_ELBO(4, UnderdampedLangevin(0.1, reverse=ScoreNetwork(3))),
             "the reverse has num_transitions=3 values",
         ),
