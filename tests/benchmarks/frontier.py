@@ -138,6 +138,7 @@ def underdamped(steps: int, mass: bool = False, network: bool = False) -> TraceS
 METHODS: dict[str, Callable[[int], Any]] = {
     "ELBO": lambda _: TraceSGVB_ELBO(),
     "full-rank ELBO": lambda _: TraceSGVB_ELBO(),
+    "full-rank default": TraceSIS_ELBO,
     "ULA": ula,
     "default": TraceSIS_ELBO,
     "network": lambda steps: underdamped(steps, network=True),
@@ -176,7 +177,7 @@ def run(args: argparse.Namespace, model_name: str, method: str, steps: int, rate
     pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
     model = MODELS[model_name](args.data_root)
-    kind = AutoMultivariateNormal if method == "full-rank ELBO" else AutoDiagonalNormal
+    kind = AutoMultivariateNormal if method.startswith("full-rank") else AutoDiagonalNormal
     guide = kind(model, init_loc_fn=init_to_feasible, init_scale=0.1)
     guide()  # which creates its parameters
     if (model_name, kind) not in TRAINED:

@@ -17,10 +17,10 @@ from pyro_mcvae import (
     AdaptiveStepSize,
     LinearSchedule,
     RandomWalk,
+    ScoreNetwork,
     UnderdampedLangevin,
     log_evidence,
 )
-from tests.chains.densities import learned_moves
 from tests.estimates import assert_mean, called
 from tests.models import (
     BetaBernoulli,
@@ -80,7 +80,7 @@ KERNELS = {
     "hmc": HMC(0.4, 2),
     "ula": ULA(),
     "underdamped": UnderdampedLangevin(),
-    "learned moves": learned_moves(0.2, 0.6),
+    "learned moves": UnderdampedLangevin(full_mass=True, reverse=ScoreNetwork()),
 }
 
 
