@@ -32,17 +32,18 @@ class SizedByChain(nn.Module, ABC):
 
         :param ~torch.Tensor position: of the device and the dtype of a chain, shape
             ``[*batch, D]``.
-        :raises ValueError: if the parameters exist for another number of coordinates.
+        :raises ValueError: if the parameters exist for another number of coordinates, as for
+            sequences of another length.
         """
         dim = position.shape[-1]
-        if self.dim is None:
+        if dim and self.dim is None:  # a chain of no coordinates has no use for them
             self.dim = dim
             self._create(dim)
             self.to(position)
-        elif dim != self.dim:
+        elif dim not in (0, self.dim):
             raise ValueError(
                 f"{type(self).__name__} has parameters for {self.dim} coordinates, but the chain "
-                f"moves {dim}: use one kernel for each model"
+                f"moves {dim}: use it with one model, whose data have latents of one size"
             )
 
     @abstractmethod

@@ -129,6 +129,15 @@ def test_parameters_have_the_precision_of_the_chain():
         create_parts(kernel, torch.zeros(2, 4))
 
 
+def test_a_chain_of_no_coordinates_creates_nothing():
+    network = ScoreNetwork(width=5)
+    network.create(torch.zeros(2, 0))
+    assert network.dim is None
+    network.create(torch.zeros(2, 3))
+    network.create(torch.zeros(2, 0))
+    assert network.dim == 3
+
+
 def model():
     with pyro.plate("data", 3):
         z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
