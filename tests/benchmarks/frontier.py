@@ -260,9 +260,10 @@ def figure(rows: list[Row], path: Path) -> None:
                 panel.axhline(line[0][1], color=f"C{i}", linestyle="--", label=method)
             elif line:
                 panel.plot(*zip(*line, strict=True), "o-", color=f"C{i}", label=method)
-        panel.set(xscale="log", title=model, xlabel="K", ylabel="bound, nats")
+        panel.set(xscale="log", xlim=(6, 160), title=model, xlabel="K")
         panel.set_xticks([8, 16, 32, 64, 128], map(str, [8, 16, 32, 64, 128]))
         panel.minorticks_off()
+    axes[0][0].set_ylabel("bound, nats")
     shown = [panel.get_legend_handles_labels() for panel in axes[0]]
     legend = {label: handle for pair in shown for handle, label in zip(*pair, strict=True)}
     drawn.tight_layout(rect=(0, 0.08, 1, 1))
