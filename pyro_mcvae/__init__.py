@@ -21,6 +21,7 @@ from pyro_mcvae.chains.schedules import (
     Schedule,
     SigmoidSchedule,
 )
+from pyro_mcvae.chains.score_network import ScoreNetwork
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
@@ -99,6 +100,7 @@ __all__ = [
     "RandomWalk",
     "RankBatches",
     "Schedule",
+    "ScoreNetwork",
     "SigmoidSchedule",
     "StepSize",
     "SummedMean",

@@ -143,8 +143,7 @@ def anneal(
     if not start.position.shape[-1]:
         return Chain(start.log_weight, start, start, [], [])  # nothing can move
     state, infos, log_weights = start, [], []
-    left_out = int(kernel.adjusted and not last_transition)
-    for k in range(1, len(betas) - left_out):
+    for k in range(1, len(betas) - (kernel.adjusted and not last_transition)):
         log_weights.append(state.log_weight)
         state, info = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         infos.append(info)

@@ -18,6 +18,7 @@ from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernels import HMC, ULA, Kernel, UnderdampedLangevin, of_moving
 from pyro_mcvae.chains.parameters import AdaptiveStepSize, StepSize
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
+from pyro_mcvae.chains.score_network import SizedByChain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, check_chain, outside_inference_mode
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.coordinates.smoothness import Smoothness
@@ -194,6 +195,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         MonteCarloELBO.__init__(self, num_particles, **options)
         self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
+        self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
@@ -248,12 +250,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
+            density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
                 # SVI optimises what a step touches through Pyro's parameter store. Values that were
                 # loaded there are these parts' own, or they would never be trained again.
                 pyro.module(self.param_name, self, update_module_params=True)
-            gradient = self._gradient if wanted else GradientMode.NONE
-            density, slots = self._density(programs, gradient)
             chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
@@ -279,20 +280,18 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if not bool(value.isfinite().all())
         ]
 
-    @property
-    def _gradient(self) -> GradientMode:
-        """Return the gradients that a training step needs."""
-        return GradientMode.FIRST if self.gradient_estimator == "reweighted" else GradientMode.CHAIN
-
-    def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
+    def _density(self, programs: Programs, trains: bool) -> tuple[ChainDensity, OneSlot]:
         """
         Make the function from positions to states of one step, and the slots of discrete sites.
         """
+        reweighted = self.gradient_estimator == "reweighted"
+        trained = GradientMode.FIRST if reweighted else GradientMode.CHAIN
+        gradient = trained if trains else GradientMode.NONE
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
 
         # Whether gradients that move the chain are differentiated again, in training steps.
-        twice = self.kernel.needs_gradient and self.gradient_estimator != "reweighted"
+        twice = self.kernel.needs_gradient and not reweighted
         widths = self._smoothness.widths(programs) if twice else None
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
@@ -305,6 +304,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 log_weight, draws = make(None)[0], None
             else:
                 log_weight, draws = self.slots.begin(self.sampler, programs, make)
+        for part in self._sized:
+            part.create(log_weight.coordinates)
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
@@ -409,6 +410,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _refuse_learned_parts(self) -> None:
         learned = [name for name, p in self.named_parameters() if p.requires_grad]
+        learned += [f"the {type(part).__name__}" for part in self._sized if part.dim is None]
         if learned:
             raise ValueError(
                 f"gradient_estimator='reweighted' runs its chains without a graph, so "

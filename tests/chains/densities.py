@@ -4,8 +4,10 @@ import math
 
 import torch
 
+from pyro_mcvae import ScoreNetwork, UnderdampedLangevin
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernels import Target
+from pyro_mcvae.chains.kernels import MassMatrix, Target
+from pyro_mcvae.chains.score_network import SizedByChain
 
 
 def standard_normal(z):
@@ -59,3 +61,41 @@ def frozen(monkeypatch, *noises, uniform=None):
     monkeypatch.setattr(torch, "randn_like", lambda like: next(draws).expand_as(like))
     if uniform is not None:
         monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, uniform))
+
+
+def _scrambled(part, scale):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in part.parameters():
+            p.add_(torch.empty_like(p).normal_(generator=generator), alpha=scale)
+
+
+class RandomNetwork(ScoreNetwork):
+    """A score network whose drift is not small."""
+
+    def _create(self, dim):
+        super()._create(dim)
+        _scrambled(self, 0.5)
+
+
+class RandomMass(MassMatrix):
+    """A mass matrix far from the identity, and no triangle."""
+
+    def _create(self, dim):
+        super()._create(dim)
+        _scrambled(self, 0.3)
+
+
+def create_parts(kernel, position):
+    """What an objective does before the first chain."""
+    for part in kernel.modules():
+        if isinstance(part, SizedByChain):
+            part.create(position)
+
+
+def learned_moves(step_size, momentum, num_transitions=None):
+    """Underdamped Langevin with a mass matrix and a reversal far from their first values."""
+    reverse = RandomNetwork(num_transitions, width=3)
+    kernel = UnderdampedLangevin(step_size, momentum=momentum, reverse=reverse)
+    kernel.integrator = RandomMass()
+    return kernel

@@ -19,13 +19,20 @@ from pyro_mcvae import (
 from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
 from pyro_mcvae.chains.parameters import LearnedStepSize
 from pyro_mcvae.ops.weights import log_mean_exp
-from tests.chains.densities import LOG_EVIDENCE, correlated, standard_normal
+from tests.chains.densities import (
+    LOG_EVIDENCE,
+    correlated,
+    create_parts,
+    learned_moves,
+    standard_normal,
+)
 from tests.estimates import assert_mean
 
 UNADJUSTED = {
     "ULA": lambda: ULA(0.25),
     "ULA, per coordinate": lambda: ULA(torch.tensor([0.15, 0.3])),
     "UnderdampedLangevin": lambda: UnderdampedLangevin(0.6, momentum=0.7),
+    "learned moves": lambda: learned_moves(0.5, momentum=0.7),
 }
 ADJUSTED = {
     "MALA": lambda: MALA(0.4),
@@ -244,6 +251,7 @@ def test_ais_gradient_is_that_of_the_sum_over_all_accept_paths(
 @pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
 def test_sis_gradient_is_that_of_finite_differences(make, multi_sample):
     problem = Problem(make(), 4)
+    create_parts(problem.kernel, torch.zeros(2))
 
     def bound(step=0.0, directions=None):
         if directions is not None:
@@ -279,7 +287,7 @@ def test_evaluators_with_and_without_graphs_agree(make):
 @kernels
 def test_the_weight_of_frozen_coordinates(make, monkeypatch):
     """Padding that is masked out of both densities changes nothing."""
-    if make is KERNELS["ULA, per coordinate"]:
+    if make in (KERNELS["ULA, per coordinate"], KERNELS["learned moves"]):
         pytest.skip("made for two coordinates")
     noise = torch.randn(20, 6, 3)
 

@@ -13,6 +13,7 @@ from tests.chains.densities import (
     bent_draws,
     bent_target,
     correlated,
+    learned_moves,
     standard_normal,
 )
 from tests.estimates import assert_mean
@@ -27,8 +28,10 @@ KERNELS = {
     "ULA": lambda: ULA(0.2),
     "UnderdampedLangevin": lambda: UnderdampedLangevin(0.6, momentum=0.7),
 }
+LEARNED = {**KERNELS, "learned moves": lambda: learned_moves(0.6, 0.7)}
 adjusted = pytest.mark.parametrize("make", ADJUSTED.values(), ids=list(ADJUSTED))
 kernels = pytest.mark.parametrize("make", KERNELS.values(), ids=list(KERNELS))
+with_learned_moves = pytest.mark.parametrize("make", LEARNED.values(), ids=list(LEARNED))
 MOMENTS = {
     "mean": lambda x: x,
     "square": lambda x: x**2,
@@ -62,7 +65,7 @@ def test_one_transition_leaves_the_target_invariant(make, beta):
         assert_mean(moment(after) - moment(before), torch.tensor(0.0))
 
 
-@kernels
+@with_learned_moves
 def test_acceptance_is_the_metropolis_ratio(make):
     kernel, target = make(), bent_target(0.7)
     state = target.evaluate(torch.randn(50, 1))
@@ -129,7 +132,7 @@ def test_nobody_goes_where_the_density_is_not(make, bad):
     assert (state.position != start.position).any(-1).double().mean() > 0.5
 
 
-@kernels
+@with_learned_moves
 def test_one_bad_datum_leaves_the_others_alone(make):
     def density(z, bad=None):
         factor = torch.ones(6, 1)

@@ -20,7 +20,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.annealing import anneal, evaluator
-from tests.chains.densities import LOG_EVIDENCE, correlated
+from tests.chains.densities import LOG_EVIDENCE, correlated, create_parts, learned_moves
 from tests.estimates import assert_mean
 
 K = 4
@@ -44,12 +44,13 @@ KERNELS = {
     "underdamped": underdamped,
     "per coordinate": lambda: underdamped(STEPS.unsqueeze(-1) * torch.tensor([1.0, 0.6])),
     "one momentum": lambda: UnderdampedLangevin(learned(STEPS), momentum=LearnedMomentum(0.7)),
+    "learned moves": lambda: learned_moves(learned(STEPS), LearnedMomentum(0.7), K),
     "ULA": lambda: ULA(learned(STEPS.square() / 2)),
     "MALA": lambda: MALA(learned(STEPS.square() / 2)),
     "HMC": lambda: HMC(learned(STEPS), num_leapfrog=2),
     "RandomWalk": lambda: RandomWalk(learned(STEPS)),
 }
-SIS = ["underdamped", "per coordinate", "one momentum", "ULA"]
+SIS = ["underdamped", "per coordinate", "one momentum", "learned moves", "ULA"]
 every = pytest.mark.parametrize("name", KERNELS)
 
 
@@ -89,6 +90,7 @@ def test_each_transition_goes_by_its_own_values():
 def test_gradients_of_each_value_are_finite_differences(name):
     kernel, schedule = KERNELS[name](), LearnedSchedule(K)
     noise = torch.randn(6, 2)
+    create_parts(kernel, noise)
     parameters = [*kernel.parameters(), *schedule.parameters()]
 
     def bound():
@@ -107,6 +109,11 @@ def test_gradients_of_each_value_are_finite_differences(name):
             assert torch.allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5, atol=1e-8)
     if kernel.step_size.log_value.dim() == 1:
         assert (grads[0] != 0).all()
+    if name == "learned moves":  # the first momentum is drawn, and not refreshed
+        moved = dict(zip(dict(kernel.named_parameters()), grads, strict=False))
+        assert (moved["reverse.time"][0] == 0).all()
+        assert (moved["reverse.time"][1:] != 0).all()
+        assert (moved["integrator.factor"] != 0).all()
 
 
 def test_the_first_momentum_and_the_last_move_of_ais_do_not_matter():

@@ -20,6 +20,7 @@ STATE = {
     "LearnedSchedule": {"logits"},
     "LearnedStepSize": {"left", "log_value", "start"},
     "LinearSchedule": {"betas"},
+    "ScoreNetwork": {"drift", "hidden", "inputs", "time"},
     "SigmoidSchedule": {"log_slope"},
 }
 # What learned parts of an objective are called in Pyro's parameter store, and what other rooms ask.

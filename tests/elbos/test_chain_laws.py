@@ -19,6 +19,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.parameters import AdaptiveStepSize, LearnedStepSize
+from tests.chains.densities import learned_moves
 from tests.estimates import assert_mean
 from tests.models import (
     ConjugateGaussian,
@@ -35,6 +36,7 @@ from tests.zoo import EXAMPLES, data, param
 KERNELS = {
     "ULA": (TraceSIS_ELBO, lambda: ULA(0.1)),
     "UnderdampedLangevin": (TraceSIS_ELBO, lambda: UnderdampedLangevin(0.4, momentum=0.6)),
+    "learned moves": (TraceSIS_ELBO, lambda: learned_moves(0.3, momentum=0.6)),
     "MALA": (TraceAIS_ELBO, lambda: MALA(0.3)),
     "HMC": (TraceAIS_ELBO, lambda: HMC(0.4, num_leapfrog=2)),
     "RandomWalk": (TraceAIS_ELBO, lambda: RandomWalk(0.7)),

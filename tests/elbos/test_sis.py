@@ -18,6 +18,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
+from tests.chains.densities import learned_moves
 from tests.elbos.chain_gradients import assert_slopes, bound, gradients, learning, parameters_of
 from tests.models import GammaPoisson
 from tests.zoo import EXAMPLES
@@ -28,6 +29,7 @@ SMOOTH = [n for n in EXAMPLES if n not in ("two-independent", "mixture", "implic
 KERNELS = {
     "ULA": lambda: ULA(0.03),
     "UnderdampedLangevin": lambda: UnderdampedLangevin(0.2, momentum=0.8),
+    "learned moves": lambda: learned_moves(0.2, momentum=0.8),
 }
 
 
@@ -56,7 +58,12 @@ def test_gradient_is_that_of_finite_differences(name, coordinates):
 
 @pytest.mark.parametrize(
     ("kernel", "multi_sample", "vectorize"),
-    [("ULA", False, False), ("ULA", True, True), ("UnderdampedLangevin", True, False)],
+    [
+        ("ULA", False, False),
+        ("ULA", True, True),
+        ("UnderdampedLangevin", True, False),
+        ("learned moves", False, True),
+    ],
 )
 def test_gradient_with_every_kernel(kernel, multi_sample, vectorize):
     options = {"vectorize_particles": vectorize, "multi_sample": multi_sample}

@@ -27,7 +27,6 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.kernels import Kernel, Proposal
-from pyro_mcvae.coordinates.log_weight import GradientMode
 from pyro_mcvae.discrete.site_slots import SiteOptions
 from pyro_mcvae.discrete.slot_rows import SlotPlanner
 from pyro_mcvae.programs.run import Programs
@@ -558,8 +557,7 @@ def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
     """Draws before a site are common to its slots, and log q(y | z) is part of the base density."""
     program, elbo = PROGRAMS["around"], TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
     elbo.slots = SlotPlanner(SiteOptions(ALL, 0), common=False)
-    mode = GradientMode.CHAIN | GradientMode.COORDINATES
-    density, slots = elbo._density(Programs(program.model, program.guide, (), {}), mode)
+    density, slots = elbo._density(Programs(program.model, program.guide, (), {}), trains=True)
     nodes = density.log_weight.first.sample.runs[0].guide_trace.nodes
     log_q = nodes["y"]["fn"].log_prob(nodes["y"]["value"]).detach()
     torch.testing.assert_close(slots.weight, slots.fold(log_q).exp())

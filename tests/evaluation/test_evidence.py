@@ -17,6 +17,7 @@ from pyro_mcvae import (
     AdaptiveStepSize,
     LinearSchedule,
     RandomWalk,
+    ScoreNetwork,
     UnderdampedLangevin,
     log_evidence,
 )
@@ -79,6 +80,7 @@ KERNELS = {
     "hmc": HMC(0.4, num_leapfrog=2),
     "ula": ULA(),
     "underdamped": UnderdampedLangevin(),
+    "learned moves": UnderdampedLangevin(full_mass=True, reverse=ScoreNetwork()),
 }
 
 
