@@ -323,6 +323,7 @@ class AdaptiveStepSize(StepSize):
             raise ValueError(f"bounds must be two increasing positive numbers, got {bounds!r}")
         self.target_acceptance = target_acceptance
         self.per_coordinate = per_coordinate
+        self._coordinates: str | None = None
         self.rate = rate
         self.bounds = bounds
         start = torch.tensor(math.nan) if initial is None else positive("initial", initial)
@@ -333,9 +334,19 @@ class AdaptiveStepSize(StepSize):
         self._new = True
 
     def use_coordinates(self, coordinates: str) -> None:
-        """Serve chains in ``"noise"`` or ``"latent"`` coordinates."""
+        """
+        Serve chains in ``"noise"`` or ``"latent"`` coordinates.
+
+        :raises ValueError: if ``per_coordinate`` was left out, and another loss has a chain in
+            other coordinates.
+        """
         if self.per_coordinate is None:
-            self.per_coordinate = coordinates == "latent"
+            self._coordinates, self.per_coordinate = coordinates, coordinates == "latent"
+        if self._coordinates not in (None, coordinates):
+            raise ValueError(
+                f"the kernel's step size adapts for a loss with coordinates={self._coordinates!r}, "
+                f"and cannot adapt for one with coordinates={coordinates!r}: make a kernel for each"
+            )
 
     def complete(
         self,

@@ -164,9 +164,10 @@ class Deferred:
 
         :raises ValueError: naming the site, as the density itself.
         """
-        if site["fn"]._validate_args:
+        fn = sites.bare(site["fn"])  # wrappers do not validate
+        if fn._validate_args:
             with naming_site(site, program):
-                site["fn"]._validate_sample(site["value"])
+                fn._validate_sample(site["value"])
         return cls(site, program)
 
     @property

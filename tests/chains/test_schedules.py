@@ -186,7 +186,7 @@ class Returning(Schedule):
 
 
 @pytest.mark.parametrize(
-    ("betas", "found"),
+    ("betas", "result"),
     [
         ([0.0, 0.5, 0.6, 1.0], r"\[0.0, 0.5, 0.6, 1.0\]"),
         (None, "None"),

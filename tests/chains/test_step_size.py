@@ -352,3 +352,12 @@ def test_what_does_not_move_is_no_part_of_the_spread():
     assert not result[..., 2].any()
     gradient[~moves] = NAN
     assert torch.equal(of_moving(gradient, moves.to(gradient)), result)
+
+
+def test_a_kernel_serves_no_second_loss_in_other_coordinates():
+    # Its step size would keep the setting of the first loss.
+    kernel = ULA(AdaptiveStepSize())
+    TraceSIS_ELBO(2, kernel)
+    TraceSIS_ELBO(2, kernel)
+    with pytest.raises(ValueError, match="coordinates='noise'.*make a kernel for each"):
+        TraceSIS_ELBO(2, kernel, coordinates="latent")

@@ -51,7 +51,7 @@ CHAINS = {
     "underdamped": lambda **k: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, momentum=0.7), **k),
     "ULA": lambda **k: TraceSIS_ELBO(3, kernel=ULA(0.05), **k),
     "MALA": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedMALA(0.05), **k),
-    "HMC": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedHMC(0.2, 2), **k),
+    "HMC": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedHMC(0.2, num_leapfrog=2), **k),
 }
 _MODULES = """
 ReLU LeakyReLU PReLU SELU ELU GELU Softplus Hardtanh ReLU6
