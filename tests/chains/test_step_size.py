@@ -359,5 +359,5 @@ def test_a_kernel_serves_no_second_loss_in_other_coordinates():
     kernel = ULA(AdaptiveStepSize())
     TraceSIS_ELBO(2, kernel)
     TraceSIS_ELBO(2, kernel)
-    with pytest.raises(ValueError, match="coordinates='noise'.*make a kernel for each"):
+    with pytest.raises(ValueError, match=r"coordinates='noise'.*make a kernel for each"):
         TraceSIS_ELBO(2, kernel, coordinates="latent")
