@@ -24,7 +24,7 @@ def single_precision():
 # Each is one program from top to bottom.
 PROGRAMS = [
     *("chains_and_draws.md", "choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md"),
-    *("programs.md", "special_cases.md"),
+    *("programs.md", "special_cases.md", "upstream.md"),
 ]
 
 
