@@ -125,7 +125,7 @@ class ChainRecord:
 # What SIS and AIS share: the programs as a density to anneal, and a record of each step.
 
 ChainCoordinates = Literal["noise", "latent"]
-ChainGradient = Literal["auto", "full", "reweighted"]
+ChainGradient = Literal["auto", "reparam", "reweighted"]
 
 # PyTorch's errors for operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
@@ -501,7 +501,7 @@ class TraceSIS_ELBO(ChainELBO):
     them in the moves of the chain only: there :math:`\max(d, 0)` has the derivative
     :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a fifth of the spread of d. Chains may
     move along any function of their position, so :math:`E[\exp W] = p(x)` still holds, and the
-    gradient is that of L. ``"full"`` does not smooth. Jumps that cannot be smoothed
+    gradient is that of L. ``"reparam"`` does not smooth. Jumps that cannot be smoothed
     (``torch.where``, sorting, max pooling, custom functions) are named too.
 
     **Reweighted gradient.** ``gradient_estimator="reweighted"`` runs the chain without a graph. It
@@ -523,7 +523,7 @@ class TraceSIS_ELBO(ChainELBO):
     :param float defensive: :math:`\alpha`, from 0 to below 1. The default is 0.01, and 0 if a
         kernel is given or with the ``"reweighted"`` gradient.
     :param str coordinates: ``"noise"`` or ``"latent"``.
-    :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
+    :param str gradient_estimator: ``"auto"``, ``"reparam"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
     :param num_categories: the most probable values of each discrete site of the guide, to be
@@ -646,7 +646,7 @@ class TraceAIS_ELBO(ChainELBO):
     :param bool multi_sample: average :math:`\exp W` inside the logarithm instead, which is
         tighter for several particles; the signal is then VIMCO's.
     :param str coordinates: ``"noise"`` or ``"latent"``.
-    :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
+    :param str gradient_estimator: ``"auto"``, ``"reparam"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
     :param num_categories: the most probable values of each discrete site of the guide, to be

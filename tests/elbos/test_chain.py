@@ -119,7 +119,7 @@ ROUGH = {
 @pytest.mark.parametrize("kind", ROUGH)
 @pytest.mark.parametrize(
     ("coordinates", "estimator", "vectorize"),
-    [("noise", "full", False), ("latent", "reweighted", True)],
+    [("noise", "reparam", False), ("latent", "reweighted", True)],
 )
 def test_draws_without_gradient_are_named_with_the_remedy(kind, coordinates, estimator, vectorize):
     def program():
@@ -263,7 +263,7 @@ def test_a_move_to_where_something_is_not_finite_is_rejected(kernel, barrier, ve
         assert torch.allclose(one, other, rtol=1e-9), (one, other)
 
 
-@pytest.mark.parametrize("estimator", ["full", "reweighted"])
+@pytest.mark.parametrize("estimator", ["reparam", "reweighted"])
 def test_factors_of_the_guide_that_hide_draws_are_refused(estimator):
     weight = torch.tensor(0.3, requires_grad=True)
 

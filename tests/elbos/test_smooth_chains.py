@@ -133,7 +133,7 @@ def test_gradient_is_that_of_the_bound_everywhere(activation, chain):
 @pytest.mark.parametrize("chain", every(2, CHAINS))
 def test_without_smoothing_it_is_not(chain):
     """Which shows that the law above has the power to see it."""
-    result = deviations(CHAINS[chain](gradient_estimator="full"), torch.relu)
+    result = deviations(CHAINS[chain](gradient_estimator="reparam"), torch.relu)
     assert max(abs(mean) for _, mean in result.values()) > 0.05, result
 
 
@@ -232,7 +232,7 @@ def test_names_the_line_of_a_function(caplog):
 
 def test_an_estimator_that_is_chosen_is_kept(caplog):
     parts = network()
-    elbo = TraceSIS_ELBO(3, gradient_estimator="full")
+    elbo = TraceSIS_ELBO(3, gradient_estimator="reparam")
     one_step(elbo, *parts)
     (message,) = told(caplog)
     assert "nn.ReLU at Sequential.1" in message
