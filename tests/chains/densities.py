@@ -71,11 +71,11 @@ def _scrambled(part, scale):
 
 
 class RandomNetwork(ScoreNetwork):
-    """A score network whose drift is not small."""
+    """A score network whose drift is not small, and with which weights keep a variance."""
 
     def _create(self, dim):
         super()._create(dim)
-        _scrambled(self, 0.5)
+        _scrambled(self, 0.25)
 
 
 class RandomMass(MassMatrix):
