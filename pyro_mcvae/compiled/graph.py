@@ -131,7 +131,9 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     return GraphModule(torch.nn.Module(), graph), constants, updates
 
 
-_SAME = {_aten.detach.default, _aten.expand.default, _aten.view.default}
+# A detached tensor is recorded as an alias since PyTorch 2.14.
+_DETACHED = {_aten.detach.default, _aten.alias.default}
+_SAME = _DETACHED | {_aten.expand.default, _aten.view.default}
 _COPIES = {_aten.clone.default, _aten.pow.Tensor_Scalar}
 # By which value, or argument, they are filled, whatever the tensor whose shape or type they take.
 _FILLED: dict[object, Any] = {
@@ -161,7 +163,7 @@ def _simplify(graph: Graph) -> None:
         if node.target not in _SAME | _COPIES or not isinstance(source, Node):
             continue
         # Without gradients a detached tensor is what it detaches.
-        alike = node.target == _aten.detach.default or _layout(node) == _layout(source) is not None
+        alike = node.target in _DETACHED or _layout(node) == _layout(source) is not None
         if node.target in _COPIES:
             # Of what is held a copy may be meant: it may be written to under another name.
             alike &= node in fixed and owners.get(source, source).op == "call_function"
