@@ -439,7 +439,10 @@ class _Experiment:
         first, rows = self._first, len(subsets)
         nesting = nesting_of(first.guide_trace, first.model_trace)
         size = sum(t.site["value"].numel() for t in first.terms.values())
-        if rows < _FEW or rows * size > _MAX_SIZE or self._leading() != ALONE:
+        # Slots have a leading dim of their own.
+        dims = [v.dim() - self._latents[name]["fn"].event_dim for name, v in self._values.items()]
+        has_slots = max(dims) > nesting or self._leading() != ALONE
+        if has_slots or rows < _FEW or rows * size > _MAX_SIZE:
             return False
         leading = particle_plates(Mode.BATCHED, rows, -nesting - 1, (frozenset(), frozenset()))
 
@@ -466,8 +469,8 @@ class _Experiment:
                         s.outside(term, row) for s, row in zip(chosen, changed, strict=True)
                     ):
                         return False
-        except ProgramError:
-            return False  # programs that need single runs
+        except (ProgramError, RuntimeError):
+            return False  # programs or shapes that need single runs
         return True
 
     def start_from(self, first: Probe) -> None:

@@ -184,6 +184,27 @@ def test_one_run_for_all_subsets_does_not_hide_what_programs_do_with_its_rows(co
     assert coupled(model, guide) == {("model", "x"): {"data"}}
 
 
+@pytest.mark.parametrize("make", [TraceRaoBlackwell_ELBO, lambda: TraceSIS_ELBO(2)])
+def test_the_values_of_slots_have_rows_already(make):
+    probs = torch.arange(1.0, 91.0).reshape(30, 3).requires_grad_()
+
+    def model():
+        with pyro.plate("data", 30):
+            z = pyro.sample("z", dist.OneHotCategorical(torch.ones(3)))
+            u = pyro.sample("u", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z.argmax(-1) + u, 1.0), obs=torch.zeros(30))
+
+    def guide():
+        with pyro.plate("data", 30):
+            pyro.sample("z", dist.OneHotCategorical(probs))
+            pyro.sample("u", dist.Normal(torch.zeros(30), 1.0))
+
+    elbo = make()
+    for _ in range(2):
+        assert math.isfinite(elbo.loss(model, guide))
+    assert elbo.bounds(model, guide).plates == ("data",)
+
+
 def test_many_elements_cost_few_runs():
     runs = []
 
