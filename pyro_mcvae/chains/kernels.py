@@ -98,7 +98,7 @@ class Target:
         return torch.where(usable, density, -math.inf)
 
     def log_change(self, new: State, old: State) -> Tensor:
-        """The log density at a state minus that at another, shape ``[*batch]``."""
+        """Return the log density at a state minus that at another, shape ``[*batch]``."""
         if self.beta.requires_grad and torch.is_grad_enabled():
             return self.log_density(new) - self.log_density(old)
         change = new.log_base - old.log_base
@@ -293,7 +293,7 @@ class Kernel(nn.Module, ABC):
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
         change = target.log_change(proposal.state, state) + proposal.log_ratio
-        # A state of zero density, or NaN: nobody should go there.
+        # A state of zero density, or NaN, must be rejected.
         log_accept = change.masked_fill(change.isnan(), -math.inf).clamp(max=0.0)
         if self.laziness:
             log_accept = log_accept + math.log1p(-self.laziness)

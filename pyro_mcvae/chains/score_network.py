@@ -112,5 +112,5 @@ class ScoreNetwork(SizedByChain):
         self.create(position)
         time = of_transition("score network", self.time, self.num_transitions, transition)
         hidden = nn.functional.softplus(self.inputs(torch.cat([position, momentum], -1)) + time)
-        found: Tensor = self.drift(nn.functional.softplus(self.hidden(hidden)))
-        return found
+        drift: Tensor = self.drift(nn.functional.softplus(self.hidden(hidden)))
+        return drift

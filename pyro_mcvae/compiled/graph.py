@@ -71,7 +71,7 @@ def _viewed(node: Node) -> Node | None:
 
 
 def _memory_owners(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """Whose memory each node that is a view shares."""
+    """Map each node that is a view to the node that owns its memory."""
     owners: dict[Node, Node] = {}
     for node in nodes:
         if (source := _viewed(node)) is not None:
@@ -80,7 +80,7 @@ def _memory_owners(nodes: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _targets(graph: Graph) -> list[Node]:
-    """Whose memory is written to, in the order of the first writes."""
+    """Return the nodes whose memory is written to, in the order of the first writes."""
     owners = _memory_owners(graph.nodes)
     return list(dict.fromkeys(owners.get(t, t) for node in graph.nodes for t in _written(node)))
 
@@ -89,7 +89,7 @@ def _constant_nodes(graph: Graph) -> Iterator[Node]:
     """
     Yield the operations that depend on their inputs alone, in order. They may be erased meanwhile.
 
-    What is written to later is a new tensor each time, and reads of it are not equal.
+    A tensor that is written to later is excluded, because reads before and after differ.
     """
     owners, changing = _memory_owners(graph.nodes), set(_targets(graph))
     for node in list(graph.nodes):
@@ -173,7 +173,7 @@ def _simplify(graph: Graph) -> None:
 
 
 def _fill(node: Node, value: Any) -> None:
-    """Make a node a tensor that is filled with a number, if it has the layout of one."""
+    """Replace a contiguous node by a tensor that is filled with a number."""
     meta, device = node.meta["tensor_meta"], node.meta.get("device")
     if device is not None and meta.stride == torch.empty(meta.shape, device="meta").stride():
         node.kwargs = {"dtype": meta.dtype, "device": device}
@@ -220,7 +220,7 @@ def _fold(graph: Graph) -> None:
 
 
 def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
-    """Let an operation on two tensors take a number instead of the second, or go."""
+    """Replace the second tensor of an operation by a number, or remove the operation."""
     x = node.args[0]
     if not (isinstance(number, float | int) and isinstance(x, Node) and _alike(x, node)):
         return
@@ -236,12 +236,16 @@ def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
 
 
 def _alike(node: Node, other: Node) -> bool:
-    """Whether two nodes have one layout, without dims that share memory."""
+    """Return whether two nodes have one layout, without dims that share memory."""
     return _layout(node) == _layout(other) is not None and 0 not in node.meta["tensor_meta"].stride
 
 
 def _number(node: Node, args: list[Any]) -> float | None:
-    """The one number that a node has everywhere, if that is known; its arguments as numbers."""
+    """
+    Return the number that all entries of a node have, if it is known.
+
+    :param args: its arguments, as numbers where these are known.
+    """
     if node.target == _aten.full.default:
         return args[0] if isinstance(args[0], float | int) else None
     if node.kwargs or not args or not all(isinstance(a, float | int) for a in args):

@@ -455,7 +455,7 @@ def _known(costs: list[SlotCost], mass: Tensor) -> Tensor:
 
 
 def _path(costs: list[SlotCost], mass: Tensor) -> Sum:
-    """The gradient of the costs, each of them detached from the weights."""
+    """Return a surrogate with the gradient of the costs, detached from the weights."""
     paths = (_aligned(c.path, c.dims) for c in costs if isinstance(c.path, Tensor))
     if not isinstance(path := add_up(paths), Tensor):
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from inspect import signature
 from typing import Any
 
@@ -159,9 +159,14 @@ LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 
 
 @contextmanager
-def isolated(
-    owners: Iterable[object] = (), statistics: AbstractContextManager[object] | None = None
-) -> Iterator[None]:
+def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
+    """Return the context of :func:`restored`, in which batch normalization has fixed statistics."""
+    with restored(owners), FixedStatistics():
+        yield
+
+
+@contextmanager
+def restored(owners: Iterable[object]) -> Iterator[None]:
     """
     Hide runs of programs from outer handlers, and restore the state that they change.
 
@@ -169,15 +174,12 @@ def isolated(
     a run creates (a parameter, an AutoGuide's prototype) is kept.
 
     :param owners: from :func:`owners_of`.
-    :param statistics: the context that fixes the statistics of batch normalization, if not
-        :class:`FixedStatistics`.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with (
         torch.random.fork_rng(devices),
         poutine.block(),
-        statistics or FixedStatistics(),
         _saved_state(owners),
     ):
         try:

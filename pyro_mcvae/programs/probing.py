@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.distributions import unvalidated
 from pyro_mcvae.programs.exact_logs import without_exact_logs
-from pyro_mcvae.programs.isolation import FixedStatistics, isolated
+from pyro_mcvae.programs.isolation import FixedStatistics, restored
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, run_model, run_pair, with_changes
 from pyro_mcvae.programs.source_lines import program_line
@@ -160,18 +160,18 @@ def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
     """
     noise, statistics, intercepted = FixedNoise(fixes), FixedStatistics(), _intercepted(programs)
     none: AbstractContextManager[object] = nullcontext()
-    needed, intercepted.has_run = intercepted.needed, False
+    intercepts, intercepted.has_run = intercepted.needed is not False, False
     with (
-        isolated(programs.owners, statistics if needed else none),
+        restored(programs.owners),
+        statistics if intercepts else none,
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
         without_exact_logs(),
-        noise.active() if needed else none,
+        noise.active() if intercepts else none,
     ):
         warnings.simplefilter("ignore")
         yield noise
-    if intercepted.has_run and not intercepted.is_known:
-        intercepted.is_known = True
+    if intercepted.has_run and intercepted.needed is None:
         intercepted.needed = bool(noise.draws) or statistics.used
 
 
@@ -182,12 +182,11 @@ class _Intercepted:
 
     Intercepting every operation costs a third of a probe run, and few programs need it.
 
+    :ivar needed: None until a block has ended in which both programs have run.
     :ivar has_run: whether both programs have run in the present block.
-    :ivar is_known: whether a block with both programs has ended.
     """
 
-    needed: bool = True
-    is_known: bool = False
+    needed: bool | None = None
     has_run: bool = False
 
 

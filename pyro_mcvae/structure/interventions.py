@@ -257,11 +257,9 @@ def find_dependent_plates(
         halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
     if not halves:
         return DependentPlates({}, [])
-    values = {n: s["value"] for n, s in latents.items()}
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
-    experiment = _Experiment(programs, first, latents, values, other_values, bool(reads), leading)
-    if at is not None and latents.keys() <= at.keys():
-        experiment.start_from(first)
+    drawn = at is None or not latents.keys() <= at.keys()
+    experiment = _Experiment(programs, first, other_values, bool(reads), leading, drawn)
     links = _plates_of_reads(first, latents, reads)
     reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
     for plate, pair in halves:
@@ -359,30 +357,31 @@ class _Experiment:
     """
     Runs of a model and guide at changed latents, compared with a run at the original ones.
 
-    :param latents: the random sites of the guide.
-    :param values: their values.
-    :param other_values: other values.
+    :param first: a run of both programs.
+    :param other_values: another value of each random site of the guide.
     :param reads: whether Python code reads their values; NaN could then change its control flow.
+    :param drawn: whether ``first`` drew latents. Otherwise it is the run at the original ones.
     """
 
     def __init__(
         self,
         programs: Programs,
         first: Probe,
-        latents: Mapping[str, Site],
-        values: Values,
         other_values: Values,
         reads: bool,
         leading: Callable[[], Leading],
+        drawn: bool,
     ) -> None:
         self._programs, self._subsamples, self._leading = programs, first.subsamples, leading
-        self._first, self._latents, self._values = first, latents, values
-        self._other_values = other_values
-        smooth = [v.is_floating_point() for v in values.values()]
+        self._first, self._other_values = first, other_values
+        self._latents = {name: first.guide_trace.nodes[name] for name in other_values}
+        self._values: Values = {name: site["value"] for name, site in self._latents.items()}
+        smooth = [v.is_floating_point() for v in self._values.values()]
         self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
         # With a single latent, only the model's factors are tested.
-        self._guide = None if len(values) > 1 or is_messenger(programs) else first.guide_trace
-        self._before: dict[bool, dict[FactorKey, Term]] = {}
+        several = len(other_values) > 1
+        self._guide = None if several or is_messenger(programs) else first.guide_trace
+        self._before = {} if drawn else {False: self._tested(first.terms)}
         self._unstable: dict[bool, frozenset[FactorKey]] = {}
 
     def run(self, links: Links, subsets: list[_Subset], undefined: bool = True) -> None:
@@ -472,10 +471,6 @@ class _Experiment:
         except (ProgramError, RuntimeError):
             return False  # programs or shapes that need single runs
         return True
-
-    def start_from(self, first: Probe) -> None:
-        """Use a run at the original latents, which were not drawn in it, for comparisons."""
-        self._before[False] = self._tested(first.terms)
 
     def _tested(self, terms: Mapping[FactorKey, Term]) -> dict[FactorKey, Term]:
         """Return the tested factors: with a single latent, only the model's."""
