@@ -198,8 +198,8 @@ class LearnedMomentum(nn.Module):
     of a chain is drawn.
 
     :param initial: more than 0 and less than 0.999, a number or a tensor without dims.
-    :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
-        objective; None for one that serves them all.
+    :param int num_transitions: one value for each transition, the ``num_steps`` of the
+        objective; None for one value for all.
     :raises ValueError: for values outside these ranges.
 
     Example::
@@ -465,8 +465,8 @@ class LearnedStepSize(StepSize):
 
     :param initial: positive, a number or a tensor of shape ``[D]``; or an
         :class:`AdaptiveStepSize`.
-    :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
-        objective; None for one that serves them all.
+    :param int num_transitions: one value for each transition, the ``num_steps`` of the
+        objective; None for one value for all.
     :param int warmup: training steps for which an :class:`AdaptiveStepSize` adapts.
     :raises ValueError: if a value is not positive and finite, or its shape another one.
 

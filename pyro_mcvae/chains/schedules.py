@@ -17,8 +17,8 @@ class Schedule(FixedOptions, nn.Module, ABC):
     r"""
     Base class: a module whose call returns :math:`\beta`, shape ``[num_steps + 1]``.
 
-    A schedule of one's own writes :meth:`forward` and calls ``super().__init__(num_steps)``. Its
-    parameters, if it has any, train with the bound. Whatever they become, its ends are exactly 0
+    A custom schedule implements :meth:`forward` and calls ``super().__init__(num_steps)``. Its
+    parameters, if it has any, train with the bound. Its ends are always exactly 0
     and 1: the weights of a chain that ends elsewhere would not estimate the evidence, while what
     lies between may be any numbers.
 

@@ -72,7 +72,7 @@ class ScoreNetwork(SizedByChain):
     :math:`W_3` and :math:`b_3` are 0 at first, so the chain begins as without a network. The other
     weights begin at the same values in every process, and draw nothing from the generators.
 
-    :param int num_transitions: one vector :math:`a_k` for each of so many transitions, the
+    :param int num_transitions: one vector :math:`a_k` for each transition, the
         ``num_steps`` of the objective; None for one that serves them all.
     :param int width: the number of hidden units of both layers.
     :raises ValueError: for counts that are not ints of at least 1.

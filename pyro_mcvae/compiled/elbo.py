@@ -111,7 +111,7 @@ class Specialization:
         return getattr(self._loss, call.function)(call.model, call.guide, *call.args, **call.kwargs)
 
     def _watched(self, call: Call) -> object:
-        """Take the uncompiled step; before an attempt also notice what it executes and reads."""
+        """Take the uncompiled step, and before a recording note the code that it executes."""
         self._plain_steps += 1
         if self._plain_steps < self._wait:
             return self._plain(call)
@@ -273,7 +273,7 @@ class Specialization:
 
 
 class _Context(Protocol):
-    """Where the backward pass finds what the forward pass has left."""
+    """Passes gradients from the forward to the backward pass."""
 
     gradients: list[Tensor]
 

@@ -135,7 +135,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
 _DETACHED = {_aten.detach.default, _aten.alias.default}
 _SAME = _DETACHED | {_aten.expand.default, _aten.view.default}
 _COPIES = {_aten.clone.default, _aten.pow.Tensor_Scalar}
-# By which value, or argument, they are filled, whatever the tensor whose shape or type they take.
+# The value, or the argument with the value, by which these operations fill a tensor.
 _FILLED: dict[object, Any] = {
     _aten.zeros_like.default: 0,
     _aten.new_zeros.default: 0,
@@ -377,7 +377,7 @@ class Update:
 
 def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
     """
-    Let a graph return what it would write to the inputs that are held.
+    Turn writes to constant inputs into outputs of a graph.
 
     :raises NotRecordable: if another input is written to.
     """

@@ -1,4 +1,4 @@
-"""Refuse to record what replays would not repeat, and check what a recording assumes."""
+"""Reject steps that replays would not repeat, and check the assumptions of a recording."""
 
 from __future__ import annotations
 

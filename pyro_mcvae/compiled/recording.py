@@ -245,7 +245,7 @@ def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
 
 class Surroundings:
     """
-    What a step may change that its replays would not; an error within puts everything back.
+    The state that a step may change and its replays would not. An error inside restores all of it.
 
     :param executed: the functions that the step before has executed.
     :raises NotRecordable: in place of an error within, with its line in the program.
@@ -360,10 +360,10 @@ class Surroundings:
 @dataclass
 class Outcome:
     """
-    What one step computed.
+    The results of one step.
 
     :ivar loss: what the loss returned.
-    :ivar assumed: whether what the recording assumes was so, if it assumes anything.
+    :ivar assumed: whether the assumptions of the recording held, if it has any.
     :ivar gradients: one for each of the recording's leaves.
     :ivar written: the new values of each slot, then what each update in place writes.
     """
@@ -394,7 +394,7 @@ class Recording:
     :ivar param_sites: these statements as Pyro's handlers see them, without values.
     :ivar sizes: how many outputs of the graph, after the loss, are guards, gradients, of each
         slot, and of each update.
-    :ivar dependencies: what the graph took for constant.
+    :ivar dependencies: the values that the graph has as constants.
     :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's
         backward pass, in which hooks on them are called.
     """

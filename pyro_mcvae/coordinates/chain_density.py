@@ -275,7 +275,7 @@ class Whitening:
     :ivar mean: :math:`\mu`, shape ``[*plates, D]``.
     :ivar factor: L, lower triangular, shape ``[*plates, D, D]``; or its diagonal alone, shape
         ``[*plates, D]``.
-    :ivar movable: 1 for the coordinates that move, likewise; 0 for those that stay as they are and
+    :ivar movable: 1 for the coordinates that move; 0 for those that stay as they are and
         have no density. None if all move.
     """
 
@@ -359,7 +359,7 @@ class WhitenedDensity:
 
     .. math:: \log w'(u) = \log \text{base}(z) + \log w(z) - \log q'(z), \qquad z = \mu + L u .
 
-    Its normalizing constant is the same, whatever map was fixed before.
+    Its normalizing constant is the same for every map that was fixed before.
 
     :param ChainDensity density: in the coordinates of the guide.
     :param bool at_start: begin where the density does, and not at draws of :math:`q'`.

@@ -45,7 +45,7 @@ class SiteShape:
     The shape of one site's coordinate, which is ``[leading, *batch_shape, *event_shape]``.
 
     :ivar block: the index of the block that the site belongs to.
-    :ivar batch_shape: the sizes of all plate dims, 1 for plates that the site is outside of.
+    :ivar batch_shape: the sizes of all plate dims, 1 for plates without the site.
     """
 
     block: int

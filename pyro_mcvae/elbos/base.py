@@ -307,7 +307,7 @@ _ANOTHER = (
 
 
 class ModelWarnings:
-    """What is logged once of the guides of one objective."""
+    """Logs each warning about models and guides once per objective."""
 
     def __init__(self, analyses: Analyses, learns: bool) -> None:
         self._analyses, self._learns = analyses, learns

@@ -112,7 +112,7 @@ class SlotAverage(OneSlot):
     its gradient has the mean of that of :math:`\sum_y q(y) L(y)`.
 
     :param sample: whose rows are slots times particles, those of one slot side by side.
-    :param SlotDraws draws: what they are.
+    :param SlotDraws draws: the draws of the slots.
     :param common: whether particles share the slots: then they may be averaged in another way than
         by their mean before the sum.
     """

@@ -66,7 +66,7 @@ Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
 _SECONDS = 30.0
 # Differences within so many standard errors are none.
 _ERRORS = 2.0
-# Effective sample sizes within a factor of e to this, likewise.
+# The same for the logarithm of effective sample sizes.
 _ALIKE = 0.1
 # How many points of a bound, each a mean over steps, are drawn.
 _POINTS = 200
@@ -113,7 +113,7 @@ class Comparison(dict[str, TrainedCopy]):
     """
     What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
 
-    :param copies: what was found of each loss.
+    :param copies: the results of each loss.
     :param values: of the programs.
     :param bool learns: whether the model has parameters; if not, all have one evidence.
     """
@@ -537,7 +537,7 @@ class _Run:
         self.curve: Curve = {}
 
     def train(self, seconds: float, num_steps: float) -> None:
-        """Train until it has had so much time, or so many steps."""
+        """Train until a time or a number of steps is reached."""
         while self.seconds < seconds and len(self.bounds) < num_steps and not self.failed:
             began = time.perf_counter()
             programs = next(self._epoch, None)

@@ -336,7 +336,7 @@ def log_evidence(
         * ``seed=None``: for a random stream of its own.
         * ``vectorize_particles=None``: run the programs once per chunk, instead of once per
           particle; None where that has a loop's numbers.
-        * ``max_plate_nesting``: as in Pyro; found out if it is left out.
+        * ``max_plate_nesting``: as in Pyro; inferred by default.
         * ``strict_enumeration_warning=False``: refuse guide sites that are marked for enumeration,
           which are drawn otherwise.
         * ``progress=None``: show a bar, if ``tqdm`` is installed; None does on a terminal and in

@@ -159,7 +159,7 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
 
 
 class Counted:
-    """Transitions of chains, each of which is so much of the work."""
+    """Transitions that advance a progress bar."""
 
     def __init__(self, inner: Transition, progress: Progress, amount: float) -> None:
         self.adjusted = inner.adjusted
@@ -191,7 +191,7 @@ class Annealing:
 
     :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
     :param str without: how the user does without chains, where the latents cannot be moved.
-    :ivar whitens: whether white coordinates are to be found; ``whitening`` is what was found.
+    :ivar whitens: whether to find white coordinates, which ``whitening`` then has.
     """
 
     whitening: Whitening | None = None
@@ -365,7 +365,7 @@ class Options:
     :param int seed: for a random stream of its own.
     :param vectorize_particles: run the programs once per chunk, instead of once per particle; None
         where that has a loop's numbers.
-    :param max_plate_nesting: as in Pyro; found out if it is left out.
+    :param max_plate_nesting: as in Pyro; inferred by default.
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration,
         which are drawn otherwise.
     :param progress: show a bar, if ``tqdm`` is installed; None does on a terminal and in notebooks,

@@ -1,4 +1,4 @@
-"""Probe runs: densities at given latents, with other random numbers held constant."""
+"""Probe runs: densities at given latents, with constants instead of other random numbers."""
 
 from __future__ import annotations
 

@@ -430,10 +430,9 @@ class _Experiment:
         Return whether no subset affects elements outside it, from two runs for all subsets.
 
         The changes of each subset stand in one row of a leading dim, and those of its complement in
-        a second run. Whatever the programs do with that dim, each entry is changed in one of these
-        runs, and a value that is read from another row has the changes of that row. So if each row
-        changes in its own subset only, no element affects another one. Otherwise these runs decide
-        nothing.
+        a second run. Each entry is changed in one of these runs, and a value that is read from
+        another row has the changes of that row. So if each row changes in its own subset only, no
+        element affects another one. Otherwise these runs decide nothing.
         """
         first, rows = self._first, len(subsets)
         nesting = nesting_of(first.guide_trace, first.model_trace)

@@ -84,7 +84,7 @@ class StatePosterior:
 
         :param function: maps the sites' values, each ``[S, *batch, *event]``, to a tensor
             ``[S, *batch, ...]``, like a decoder. The batch dims are those of all plates, with size
-            1 for plates that a site is outside of. Sums over plates nested in the data plate must
+            1 for plates without the site. Sums over plates nested in the data plate must
             keep their dims (``keepdim=True``).
         :returns: shape ``[*batch, ...]``.
         :raises ValueError: for a result of another shape.

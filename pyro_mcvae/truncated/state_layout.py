@@ -34,7 +34,7 @@ class SiteSpec:
     :ivar one_hot: whether a value is a one-hot vector, one entry.
     :ivar bounded: whether every value below ``size`` is in the support of every datum.
     :ivar shape: the shape of the entries of one batch element.
-    :ivar batch_shape: the sizes of all plates, 1 for plates that the site is outside of.
+    :ivar batch_shape: the sizes of all plates, 1 for plates without the site.
     """
 
     name: str
