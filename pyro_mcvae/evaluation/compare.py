@@ -36,7 +36,8 @@ from pyro_mcvae.evaluation.options import (
     as_arguments,
     check_call,
     check_function,
-    prepare,
+    make_options,
+    make_programs,
 )
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
@@ -344,7 +345,8 @@ def compare(
         (['ELBO', 'IWAE'], 200, False)
         >>> found.use(found.best[0])  # and go on with it
     """
-    programs, settings = prepare(compare, model, guide, args, model_kwargs, options)
+    settings = make_options("compare", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     pairs = _checked(losses, optim)
     budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
     _check_budget({name: value for name, value in budget.items() if value is not None})

@@ -17,7 +17,7 @@ from pyro_mcvae.evaluation.evidence import (
     number,
     table,
 )
-from pyro_mcvae.evaluation.options import Options, check_separate_parameters
+from pyro_mcvae.evaluation.options import make_options, make_programs
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
@@ -137,7 +137,8 @@ def compare_models(
     :class:`Labellings`.
 
     Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
-    call ``pyro.clear_param_store()`` before each is trained. Each is then evaluated with its own.
+    call ``pyro.clear_param_store()`` before each is trained. Each is then evaluated with its own;
+    a warning names parameters that two of them share.
 
     For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
 
@@ -147,8 +148,7 @@ def compare_models(
     :param model_kwargs: their keyword arguments, in a dict.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`.ModelComparison`, to print.
-    :raises ValueError: for what is no such dict; for modules that hold the same parameters by the
-        same name, since the store was not cleared between them; for subsampled plates; and as
+    :raises ValueError: for what is no such dict; for subsampled plates; and as
         :func:`log_evidence`.
 
     Example::
@@ -170,9 +170,8 @@ def compare_models(
         >>> bool(abs(value - 30.6) < 0.1)
         True
     """
-    settings = Options(**options)
-    pairs = _pairs(models, args, model_kwargs or {})
-    check_separate_parameters(pairs)
+    settings = make_options("compare_models", options)
+    pairs = _pairs(models, args, model_kwargs)
     evidences = {}
     with each_once(), Progress("models", settings.progress, "model") as bar:
         bar.expect(len(pairs))
@@ -185,7 +184,7 @@ def compare_models(
 
 
 def _pairs(
-    models: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+    models: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None
 ) -> dict[str, Programs]:
     if not isinstance(models, Mapping) or len(models) < 2:
         raise ValueError(
@@ -203,7 +202,7 @@ def _pairs(
             raise ValueError(
                 f"the arguments in models[{name!r}] must be a tuple, got {model_args!r}"
             )
-        programs[name] = Programs(model, guide, model_args, dict(kwargs))
+        programs[name] = make_programs(model, guide, model_args, kwargs)
     return programs
 
 

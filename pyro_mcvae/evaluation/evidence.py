@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_mcvae.coordinates.chain_density import outside_inference_mode
@@ -23,15 +22,15 @@ from pyro_mcvae.evaluation.options import (
     check_call,
     check_function,
     evaluation_mode,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights, WeightSummary
+from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary
 from pyro_mcvae.ops.checks import check_flag, each_once
 from pyro_mcvae.ops.weights import tail_length
 from pyro_mcvae.programs.progress import Progress, with_progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 # Numbers with errors, and tables of them, as text.
 
@@ -109,7 +108,7 @@ class LogEvidence:
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
         0.3 two standard errors hold less often than 95 % of the time (measured with 1,000 draws: 83
         % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for weights without a tail, and NaN for
-        20 particles or less and for the states of a :class:`TruncatedPosterior`.
+        20 particles or less.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: the number of weights of each datum, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
@@ -309,8 +308,8 @@ def log_evidence(
       factor of the model depends on them. The evidence is then that of the observed entries.
       Training objectives use the masks as they are, as Pyro's do, and are then no bounds.
     * **If all latents are summed** and the guide draws nothing, the evidence is exact.
-    * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
-      Pareto k is not known (NaN) unless all states are kept.
+    * **A TruncatedPosterior** raises an error: its bound on log p(x), exact on its states, is
+      ``guide.posterior(x).free_energy``.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a separate stream and leaves
       the generators unchanged. Results depend on the chunk size through the draws.
 
@@ -318,8 +317,7 @@ def log_evidence(
     :param guide: its guide.
     :param args: their arguments.
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
-    :param model_kwargs: all keyword arguments of model and guide, in a dict, for the case that one
-        of theirs has the name of an option. By default they are the keywords that are no options.
+    :param model_kwargs: the keyword arguments of model and guide, in a dict.
     :param options: what all evaluators take:
 
         * ``num_particles=1000``: how many weights each datum has, K.
@@ -368,7 +366,8 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
-    programs, settings = prepare(log_evidence, model, guide, args, model_kwargs, options)
+    settings = make_options("log_evidence", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     check_flag("keep_log_weight", keep_log_weight)
     with weights_of(programs, settings, settings.annealing()) as weights:
         return estimate(weights, settings.num_particles, keep_log_weight)
@@ -386,40 +385,7 @@ def weights_of(
         Progress("evaluating", options.progress, "particle") as progress,
         torch.no_grad(),
     ):
-        yield _make_weights(programs, options, annealing, progress)
-
-
-def _make_weights(
-    programs: Programs,
-    options: Options,
-    annealing: Annealing | None = None,
-    progress: Progress | None = None,
-) -> ImportanceSampler:
-    """Make the weights of a model and guide in evaluation mode."""
-    progress = progress or Progress("evaluating", show=False)
-    if not isinstance(poutine.unwrap(programs.guide), TruncatedPosterior):
-        return ImportanceSampler(programs, options, progress, annealing)
-    weights = StateWeights(programs, options, progress)
-    return weights if annealing is None else weights.annealed(annealing)
-
-
-@contextmanager
-def importance_sampler(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """
-    Yield the weights for evaluators that move draws of the guide.
-
-    :raises ValueError: for a guide of states.
-    """
-    with weights_of(programs, options, annealing) as weights:
-        if isinstance(weights, StateWeights):
-            raise ValueError(
-                "the latents of a TruncatedPosterior are discrete, and chains would move them: "
-                "evaluate it by log_evidence or report; guide.posterior(...) has draws, marginals "
-                "and modes of its states"
-            )
-        yield weights
+        yield ImportanceSampler(programs, options, progress, annealing)
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
@@ -441,7 +407,7 @@ def estimate(
     all_labellings: bool = True,
 ) -> LogEvidence:
     """
-    Estimate the evidence by the weights of an importance sampler, its chains, or states.
+    Estimate the evidence by the weights of an importance sampler, or of its chains.
 
     :param all_labellings: add what other labellings of exchangeable components add.
     """
@@ -454,16 +420,14 @@ def estimate(
             acceptance.append(count * rates)
         if keep_log_weight:
             log_weights.append(log_weight)
-    bound, annealing = weights.bound(summary), weights.annealing
-    labellings = None
-    if all_labellings and not isinstance(weights, StateWeights):
-        labellings = find_labellings(weights, num_particles)
+    annealing, bound = weights.annealing, summary.mean_log.to(weights.reference.log_weight.dtype)
+    labellings = find_labellings(weights, num_particles) if all_labellings else None
     added = 0.0 if labellings is None else labellings.added or 0.0
     return LogEvidence(
         (summary.log_mean + added).to(bound.dtype),
         summary.standard_error.to(bound.dtype),
         summary.effective_sample_size.to(bound.dtype),
-        weights.pareto_k(summary).to(bound.dtype),
+        summary.pareto_k.to(bound.dtype),
         bound,
         summary.count,
         weights.reference.plate_names,
@@ -521,7 +485,7 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    settings = Options(**options)
+    settings = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
@@ -535,7 +499,8 @@ def log_evidence_loader(
             with outside_inference_mode(programs) as programs:
                 if annealing is not None:
                     annealing.whitening = None  # that of another posterior
-                weights = _make_weights(programs, settings, annealing)
+                no_bar = Progress("evaluating", show=False)
+                weights = ImportanceSampler(programs, settings, no_bar, annealing)
                 _check_batches(weights)
                 evidences.append(estimate(weights, settings.num_particles, keep_log_weight))
     if not evidences:

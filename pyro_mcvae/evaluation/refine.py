@@ -13,8 +13,8 @@ from torch import Tensor
 from pyro_mcvae.chains.kernels import Target
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
-from pyro_mcvae.evaluation.evidence import importance_sampler
-from pyro_mcvae.evaluation.options import LEAVE_OUT, prepare
+from pyro_mcvae.evaluation.evidence import weights_of
+from pyro_mcvae.evaluation.options import LEAVE_OUT, make_options, make_programs
 from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.types import Program
@@ -106,9 +106,8 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    programs, settings = prepare(
-        refine, model, guide, args, model_kwargs, options, num_particles=10
-    )
+    settings = make_options("refine", options, num_particles=10)
+    programs = make_programs(model, guide, args, model_kwargs)
     num_samples = check_count("num_samples", num_samples)
     num_transitions = check_count("num_transitions", num_transitions, 0)
     if num_transitions and settings.schedule is None and settings.kernel is None:
@@ -122,7 +121,7 @@ def refine(
         )
     candidates = settings.num_particles
     summary, parts, done = WeightSummary(num_samples * candidates), [], 0
-    with importance_sampler(programs, settings, annealing) as sampler:
+    with weights_of(programs, settings, annealing) as sampler:
         # A draw needs all of its candidates at once.
         size = 1 if sampler.has_fixed_draws else max(1, sampler.chunk_size // candidates)
         sampler.progress.expect(num_samples * candidates)

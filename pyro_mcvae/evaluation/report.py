@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     EvaluatorCoordinates,
     Options,
-    make_annealing,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights
+from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
 
@@ -68,7 +68,6 @@ class Report:
     :ivar chains: the :class:`.LogEvidence` of each length of chains from the guide's draws, the
         longest last.
     :ivar no_chains: the reason why no chains, or no longer ones, ran.
-    :ivar states: the number of states of a datum, if the guide is a :class:`TruncatedPosterior`.
     """
 
     evidence: LogEvidence
@@ -77,7 +76,6 @@ class Report:
     prior: LogEvidence | str = "not asked for"
     chains: tuple[LogEvidence, ...] = ()
     no_chains: str = ""
-    states: int | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -135,7 +133,7 @@ class Report:
         tails find less evidence; if many are heavy, the guide is too narrow, and some k-hats are
         good by chance.
         """
-        light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
+        light = has_light_tail(self.guide, 0.7)
         return light & (fraction(self.guide.unreliable) <= 0.5)
 
     @property
@@ -241,9 +239,6 @@ def report(
     If components are exchangeable, as in mixtures, the evidence includes all labellings; see
     :class:`Labellings`.
 
-    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound. Chains or
-    draws from the prior can find more.
-
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
@@ -269,16 +264,14 @@ def report(
         >>> found.advice.partition(",")[0]
         'Next: take TraceIWAE_ELBO(num_particles=10)'
     """
-    programs, settings = prepare(report, model, guide, args, model_kwargs, options)
+    settings = make_options("report", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     check_flag("check_modes", check_modes, or_none=True)
     check_flag("escalate", escalate, or_none=True)
     annealing, count = settings.annealing(), settings.num_particles
     with weights_of(programs, settings) as weights:
         plain = estimate(weights, count)
-        states = weights.guide.num_states if isinstance(weights, StateWeights) else None
         no_chains = _why_not_run("escalate", escalate, weights.loops)
-        if states is not None:
-            no_chains = "no chain moves discrete states"
         chains: tuple[LogEvidence, ...] = ()
         if annealing is not None:
             chains, no_chains = (estimate(weights.annealed(annealing), count),), ""
@@ -288,7 +281,7 @@ def report(
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
         )
-        return Report(evidence, plain, weights.discrete, prior, chains, no_chains, states)
+        return Report(evidence, plain, weights.discrete, prior, chains, no_chains)
 
 
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
@@ -334,7 +327,13 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
                 coordinates, warmup = whitened or options.coordinates, options.warmup
                 if whitened:
                     kernel, warmup = options.kernel, max(1, warmup)
-                annealing = make_annealing(steps, kernel, coordinates, warmup)
+                annealing = replace(
+                    options,
+                    schedule=steps,
+                    kernel=kernel,
+                    coordinates=coordinates,
+                    warmup=warmup,
+                ).annealing()
                 assert annealing is not None
                 evidences.append(estimate(weights.annealed(annealing), count))
                 kernel = annealing.kernel  # with the step size that it has found
@@ -372,7 +371,8 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
                 fewest = max(_FEWEST_FROM_PRIOR, _FROM_PRIOR // weights.elements)
                 num_particles = min(num_particles, fewest)
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
-                prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
+                options = Options(schedule=DEFAULT_STEPS, kernel=kernel, warmup=_WARMUP)
+                prior.annealing = options.annealing()
             return estimate(prior, num_particles, all_labellings=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # These chains are extra: the report stands without.
@@ -405,7 +405,7 @@ def _trust(report: Report) -> str:
         return "The evidence is known about as well as its error says."
     steps = max((_steps(c) for c in report.chains), default=0)
     more = f"num_particles={10 * report.evidence.num_particles}"
-    if not report.discrete and report.states is None:
+    if not report.discrete:
         more = f"chains (schedule={4 * steps or 10}) or {more}"
     return (
         f"The evidence is a lower bound, whose error may be many times what is shown; {more} may "
@@ -427,13 +427,6 @@ def _advice(report: Report) -> str:
     missing = 0.0 if labellings is None else labellings.added or 0.0
     gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
     richer = "a richer guide (full covariances, or a flow)"
-    if report.states is not None:
-        if _is_sure(report.guide):
-            return f"The {report.states} states of a datum are all of its posterior."
-        return (
-            f"Next: search on (guide.fit(..., num_steps=100), proposals=PriorDraws()), or keep "
-            f"more states (num_states={4 * report.states})."
-        )
     if report.misses:
         return f"Next: begin the guide's training elsewhere, or take {richer}."
     if gap < _CLOSE and heavy <= _FEW:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from pyro_mcvae.checks.masks import (
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
+from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, whiten
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
 from pyro_mcvae.particles.sampler import (
@@ -36,15 +36,12 @@ from pyro_mcvae.particles.sampler import (
     with_drawn_states,
 )
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.distributions import with_impossible_data
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
-from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
 from pyro_mcvae.structure import provenance
-from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
-from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
+from pyro_mcvae.truncated.posterior import drawn_from_states
 
 # Summarize weights of mean p(x) per datum, drawn in chunks.
 
@@ -147,6 +144,9 @@ class Weighed(NamedTuple):
 
 _logger = logging.getLogger(__name__)
 
+# Chains for each coordinate to whiten, and the fewest and the most of a weight.
+_PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
+
 Density = ChainDensity | WhitenedDensity
 
 
@@ -187,10 +187,14 @@ class ImportanceSampler:
         check_draws(run, points)
         self._count_alike(points)
         structure = self.reference.structure
-        blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
-        check_no_local_points(
-            {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
-        )
+        for name in sorted(points):
+            block = structure.block_of.get(FactorKey("guide", name))
+            if block is not None and structure.blocks[block].plates:
+                raise ValueError(
+                    f"site '{name}' of the guide is a point mass inside the data's plates: "
+                    f"importance sampling never sees any other value of it. Give it a "
+                    f"distribution, or observe it in the model"
+                )
         drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
         if options.joint is None and drawn:
             check_no_minibatch(self.reference.runs[0], drawn)
@@ -348,7 +352,8 @@ class ImportanceSampler:
 
     def _whitened(self, annealing: Annealing) -> Whitening:
         dim = self.density(1).log_weight.coordinates.shape[-1]
-        count = min(population(dim), self.chunk_size)
+        # As many chains as determine the covariance.
+        count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
         density = self.density(count)
         assert isinstance(density, ChainDensity)
         self.progress.expect(count * annealing.warmup)
@@ -374,15 +379,12 @@ class ImportanceSampler:
         """
         Return the terms that belong to no single datum: factors outside the blocks, without draws.
         """
-        return shared_factors(self.reference, self._drawn)
-
-    def bound(self, summary: WeightSummary) -> Tensor:
-        """Return the guide's bound on the log evidence, after these weights were drawn."""
-        return summary.mean_log.to(self.reference.log_weight.dtype)
-
-    def pareto_k(self, summary: WeightSummary) -> Tensor:
-        """Return the tail index of the weights; NaN if they contain no information about it."""
-        return summary.pareto_k
+        total = self.reference.log_weight.new_zeros(())
+        for term in self.reference.global_terms():
+            if term.key.name not in self._drawn:
+                sign = -1.0 if term.in_guide else 1.0
+                total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+        return total
 
     @property
     def discrete(self) -> tuple[str, ...]:
@@ -501,23 +503,10 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
         )
     for name in (n for site in sites for n in drawn_from_states(site)):
         raise ValueError(
-            f"site '{name}' is drawn from a TruncatedPosterior inside another guide, of whose "
-            f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
-            f"what draws the other latents as its guide="
-        )
-
-
-def check_no_local_points(points: Collection[str]) -> None:
-    """
-    Check that no point mass is inside the data's plates.
-
-    :raises ValueError: for any point mass inside the data's plates.
-    """
-    for name in sorted(points):
-        raise ValueError(
-            f"site '{name}' of the guide is a point mass inside the data's plates: "
-            f"importance sampling never sees any other value of it. Give it a "
-            f"distribution, or observe it in the model"
+            f"site '{name}' is drawn from a TruncatedPosterior, and weights of its draws contain "
+            f"no information about other states. Its own bound on log p(x) of each datum, exact "
+            f"if it has all states, is guide.posterior(...).free_energy, which also has draws, "
+            f"marginals and modes"
         )
 
 
@@ -553,109 +542,3 @@ def check_blocks(reference: WeightedParticles) -> None:
             f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
             f"the full data"
         )
-
-
-def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
-    """Sum the factors outside the blocks, except those of some sites."""
-    total = sample.log_weight.new_zeros(())
-    for term in sample.global_terms():
-        if term.key.name not in without:
-            sign = -1.0 if term.in_guide else 1.0
-            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
-    return total
-
-
-# The evidence of a truncated posterior: the part of its states, exactly.
-
-
-class StateWeights(ImportanceSampler):
-    """
-    The states of a truncated posterior, whose weights are all their part of :math:`p(x_n)`.
-
-    Other states are not drawn: the evidence is a lower bound, and its Pareto k is not known, unless
-    all states are kept.
-
-    :ivar guide: the truncated posterior.
-    :ivar posterior: its states.
-    :raises ValueError: for a truncated posterior of another model, and for one whose own ``guide``
-        draws further latents.
-    """
-
-    remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
-
-    def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
-        self.guide = _with_states(programs)
-        self.programs = replace(programs, model=with_impossible_data(programs.model))
-        self.progress, self._options, self.annealing = progress, options, None
-        self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
-        self.reference = self.posterior.particles
-        self.fixed_latents = _points(self.posterior)
-
-    loops = False
-
-    @property
-    def chunk_size(self) -> int:
-        return self._options.chunk(self.posterior.free_energy.numel())
-
-    def weigh(self, count: int) -> Weighed:
-        bound = self.posterior.free_energy
-        return Weighed(bound.expand(count, *bound.shape), [])
-
-    def bound(self, summary: WeightSummary) -> Tensor:
-        """Return the exact part of the bound."""
-        return self.posterior.free_energy
-
-    def pareto_k(self, summary: WeightSummary) -> Tensor:
-        all_kept = self.posterior.population.space.cardinality == self.guide.num_states
-        return summary.pareto_k if all_kept else torch.full_like(summary.pareto_k, math.nan)
-
-    def shared(self) -> Tensor:
-        return shared_factors(self.reference, ())
-
-    def annealed(self, annealing: Annealing) -> ImportanceSampler:
-        raise ValueError(
-            "the states of a TruncatedPosterior are discrete, and no chain moves them: leave out "
-            "schedule and kernel"
-        )
-
-    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
-        options = replace(self._options, joint=joint or self._options.joint)
-        sampler = ImportanceSampler(programs, options, self.progress)
-        mine, theirs = self.reference.subsamples, sampler.reference.subsamples
-        for name in mine.keys() & theirs.keys():
-            if not torch.equal(mine[name], theirs[name]):
-                raise ValueError(f"plate '{name}' draws a minibatch of its own")
-        return sampler
-
-
-def _with_states(programs: Programs) -> TruncatedPosterior:
-    """Return the guide, or one like it for any data if it has no states yet."""
-    guide = poutine.unwrap(programs.guide)
-    assert isinstance(guide, TruncatedPosterior)
-    if programs.model != guide.model:
-        raise ValueError(
-            "the TruncatedPosterior is of another model than the one that is evaluated: pass the "
-            "model that it was made with"
-        )
-    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
-
-
-def _points(posterior: StatePosterior) -> tuple[str, ...]:
-    """
-    Return the point masses of the posterior's own ``guide``.
-
-    :raises ValueError: for latents that it draws, and for point masses in the data's plates.
-    """
-    sites = [s for s in scored(posterior.runs.guide_trace) if is_latent(s)]
-    for site in sites:
-        if not is_delta(site["fn"]):
-            raise ValueError(
-                f"the guide= of the TruncatedPosterior draws site '{site['name']}', and the "
-                f"evaluators take only its states: average guide.posterior(...).free_energy over "
-                f"such draws for a lower bound, or make the site a point mass"
-            )
-    sample = posterior.particles
-    local = {t.key.name for t in sample.runs[0].terms if t.in_guide and sample.is_local(t)}
-    points = tuple(sorted(s["name"] for s in sites))
-    check_no_local_points(local.intersection(points))
-    return points

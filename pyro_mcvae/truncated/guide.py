@@ -287,7 +287,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             ...         k = pyro.sample("k", dist.Categorical(torch.ones(5) / 5))
             ...         pyro.sample("x", dist.Normal(k, 1.0), obs=x)
             >>> guide, x_test = TruncatedPosterior(model, num_states=2), torch.tensor([0.5, 3.0])
-            >>> log_evidence(model, guide.for_data(x_test), x_test).log_evidence.shape
+            >>> guide.for_data(x_test).posterior(x_test).free_energy.shape
             torch.Size([2])
         """
         num_steps = check_count("num_steps", num_steps, 0)
