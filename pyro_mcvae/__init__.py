@@ -37,7 +37,7 @@ from pyro_mcvae.discrete.baselines import (
 )
 from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.chain import TraceAIS_ELBO, TraceSIS_ELBO
-from pyro_mcvae.elbos.elbo_terms import elbo_costs, local_estimate
+from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
@@ -53,17 +53,8 @@ from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.reference_methods.wake_sleep import WakeSleep
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
-from pyro_mcvae.training.plateau import PlateauDetector
-from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
-from pyro_mcvae.truncated.evolution import (
-    EvolutionaryUpdate,
-    FitnessProportional,
-    InformedFlips,
-    Mutation,
-    UniformFlips,
-)
 from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.search import PriorDraws
+from pyro_mcvae.truncated.search import EvolutionaryUpdate, InformedFlips, UniformFlips
 
 __all__ = [
     "HMC",
@@ -74,12 +65,9 @@ __all__ = [
     "ULA",
     "AdaptiveStepSize",
     "Baseline",
-    "BernoulliPrior",
     "CompiledELBO",
     "Estimate",
     "EvolutionaryUpdate",
-    "FitnessProportional",
-    "GaussianNoise",
     "GumbelSoftmax",
     "IndependentDraw",
     "InformedFlips",
@@ -92,10 +80,7 @@ __all__ = [
     "LogWeight",
     "MonteCarloELBO",
     "MonteCarloEM",
-    "Mutation",
     "Noise",
-    "PlateauDetector",
-    "PriorDraws",
     "Proposal",
     "RandomWalk",
     "RankBatches",
@@ -117,7 +102,6 @@ __all__ = [
     "WakeSleep",
     "compare",
     "compare_models",
-    "elbo_costs",
     "load_checkpoint",
     "local_estimate",
     "log_evidence",

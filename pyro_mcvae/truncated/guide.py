@@ -17,12 +17,16 @@ from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.joint import GuideDraws, JointRuns, Layouts, find_layouts, run_guide
 from pyro_mcvae.truncated.posterior import StatePosterior, hidden_from_handlers, sample_states
-from pyro_mcvae.truncated.search import Population, PriorDraws, Proposals, evaluate, evolve, propose
-from pyro_mcvae.truncated.state_layout import DataIndex, StateLayout, StatesError
-from pyro_mcvae.truncated.states import StateSpace, distinct_states
+from pyro_mcvae.truncated.search import EvolutionaryUpdate, Population, evaluate, evolve, propose
+from pyro_mcvae.truncated.states import (
+    DataIndex,
+    StateLayout,
+    StatesError,
+    StateSpace,
+    distinct_states,
+)
 
 # The observations that the states of a datum were searched for, to detect other data.
 
@@ -112,7 +116,7 @@ def _fingerprints(layouts: Layouts, sample: WeightedParticles) -> Tensor | None:
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
-_SETTINGS = "evolution guide proposals exchange fixed_data vectorize max_plate_nesting"
+_SETTINGS = "evolution guide prior_draws exchange fixed_data vectorize max_plate_nesting"
 # The number of cached layouts: those of objectives, and of direct calls.
 _MAX_LAYOUTS = 4
 # The size of a chunk of the initial states, to limit the memory of unpacked states.
@@ -164,9 +168,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     :param EvolutionaryUpdate evolution: the search of one step.
     :param guide: a guide for the latents that are not searched, called with the model's
         arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
-    :param proposals: additional candidates of each step: :class:`PriorDraws`, or a function of the
-        model's arguments (an encoder) that returns values ``[C, *batch, *event]`` of each discrete
-        site.
+    :param int prior_draws: how many states each step draws from the model besides, as candidates
+        that single moves may not reach.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
     :param bool fixed_data: whether a datum's observations are the same at every call, so that other
         observations raise an error; False for data that are drawn again (by binarization). Values
@@ -205,7 +208,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         torch.Size([10, 4])
     """
 
-    _assignable = frozenset({"evolution", "proposals"})
+    _assignable = frozenset({"evolution", "prior_draws"})
 
     def __init__(
         self,
@@ -214,7 +217,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         *,
         evolution: EvolutionaryUpdate | None = None,
         guide: Program | None = None,
-        proposals: PriorDraws | Proposals | None = None,
+        prior_draws: int = 0,
         exchange: bool = True,
         fixed_data: bool = True,
         vectorize: bool | None = None,
@@ -224,14 +227,18 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         self.num_states = check_count("num_states", num_states)
         if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
             raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
-        _check_functions(guide=guide, proposals=proposals)
+        if isinstance(guide, type) or not (callable(guide) or guide is None):
+            raise ValueError(
+                f"guide must be a function of the model's arguments, or None, got {guide!r}"
+            )
         check_flag("vectorize", vectorize, or_none=True)
         check_flag("exchange", exchange)
         check_flag("fixed_data", fixed_data)
         # In a tuple, because a model that is a module would become a submodule.
         self._model = (model,)
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
-        self.guide, self.proposals, self.exchange = guide, proposals, exchange
+        self.guide, self.exchange = guide, exchange
+        self.prior_draws = check_count("prior_draws", prior_draws, 0)
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
         # The layouts of the programs of recent calls, the latest first.
         self._layout_cache: list[tuple[object, Layouts]] = []
@@ -443,8 +450,8 @@ class EStep:
 
     def search(self, population: Population) -> Population:
         """Return better states, without storing them."""
-        if self._guide.proposals is not None:
-            population = propose(self.runs, population, self._guide.proposals)
+        if self._guide.prior_draws:
+            population = propose(self.runs, population, self._guide.prior_draws)
         return evolve(self.runs, population, self._guide.evolution)
 
     def keep(self, population: Population, shared: bool = False) -> None:
@@ -476,15 +483,6 @@ def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosteri
     """Return a guide with the same settings for another model, without states."""
     settings: dict[str, Any] = {name: getattr(guide, name) for name in _SETTINGS.split()}
     return TruncatedPosterior(model, guide.num_states, **settings)
-
-
-def _check_functions(**functions: object) -> None:
-    for name, value in functions.items():
-        if isinstance(value, type) or not (callable(value) or isinstance(value, PriorDraws | None)):
-            raise ValueError(
-                f"{name} must be a function of the model's arguments"
-                f"{', or PriorDraws()' if name == 'proposals' else ''}, or None, got {value!r}"
-            )
 
 
 def _first_states(space: StateSpace, prior: Tensor, num_data: int, count: int) -> Tensor:

@@ -41,14 +41,7 @@ from pyro_mcvae.programs.types import (
 )
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.state_layout import (
-    DataIndex,
-    SiteSpec,
-    StateLayout,
-    StatesError,
-    find_data_index,
-    site_spec,
-)
+from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, StatesError, site_spec
 
 # Find the discrete sites of a model, and the data plate of their states.
 
@@ -444,7 +437,7 @@ class JointRuns:
     def _find_data(self, msg: Site) -> None:
         # On the states' device, because a copy from the host would synchronize.
         device = self.layouts.prior_draws.device
-        self._data = find_data_index(self.layouts.layout, msg, self.subsamples, device)
+        self._data = self.layouts.layout.find_data(msg, self.subsamples, device)
 
     @cached_property
     def _execution(self) -> Execution:

@@ -98,7 +98,7 @@ def test_what_no_state_makes_possible_is_named_with_the_remedy():
             pyro.sample("y", dist.Binomial(10, 0.2 + 0.5 * z), obs=seen)
 
     guide = TruncatedPosterior(model, num_states=2)
-    with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial\).*\n.*proposals="):
+    with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial\).*\n.*prior_draws="):
         TraceTruncated_ELBO().loss(model, guide, torch.tensor([11.0, 2.0]))
 
 
