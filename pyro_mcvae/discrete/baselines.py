@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from pyro_mcvae.ops.slots import FLOOR, conditional_gumbel
 from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.stored_module import StoredModule
 from pyro_mcvae.programs.supports import Categories, Support
 
 # Score-function surrogates over the slots of a discrete variable, and their baselines.
@@ -68,8 +68,6 @@ def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
 
 
 # Baselines of the score function, subtracted from a discrete site's cost.
-
-_counter = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -201,22 +199,13 @@ class SummedMean(Baseline):
         return score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
 
 
-class LearnedBaseline(Baseline, torch.nn.Module):
+class LearnedBaseline(Baseline, StoredModule):
     """
     A baseline with parameters. As part of an ELBO it is trained by the optimizer of the step.
 
     Its input is the first argument of the programs' call, or a site's
     ``infer={"mcvae": {"baseline_input": x[idx]}}``.
     """
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-        # One name per instance: with equal names instances would share parameters in the store.
-        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
     def input_of(self, signal: SiteSignal) -> object:
         """Return the input of the network."""

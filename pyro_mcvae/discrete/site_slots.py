@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
@@ -243,9 +242,7 @@ class SiteSlots:
         if baseline is None:
             return no_baseline(signal)
         if isinstance(baseline, LearnedBaseline):
-            # So that SVI's optimizer receives its parameters, also if they were loaded into the
-            # store.
-            pyro.module(baseline.param_name, baseline, update_module_params=True)
+            baseline.add_to_store()
             follow(baseline, signal.cost)
         surrogate: Tensor = baseline.surrogate(signal)
         return surrogate

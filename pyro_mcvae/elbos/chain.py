@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-import pyro
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
@@ -36,6 +34,7 @@ from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.stored_module import StoredModule
 from pyro_mcvae.programs.types import NothingToMoveError, Site
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -137,8 +136,6 @@ _OVERFLOW = (
 
 # Whether chains move the latents of the programs.
 _MOVES = ("moves",)
-# In the order of creation, so that a program run again finds its parameters in the store.
-_numbers = itertools.count()
 
 
 class ChainOptions(ELBOOptions, total=False):
@@ -153,7 +150,7 @@ class ChainOptions(ELBOOptions, total=False):
     baseline: Baseline | None
 
 
-class ChainELBO(MonteCarloELBO, nn.Module):
+class ChainELBO(MonteCarloELBO, StoredModule):
     """
     Base class of the annealed objectives: a module that holds their kernel and schedule.
 
@@ -182,7 +179,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        nn.Module.__init__(self)
+        StoredModule.__init__(self)
         check_flag("multi_sample", multi_sample)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
@@ -197,7 +194,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.kernel.check_transitions(self.num_steps)
         self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
-        self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
             if isinstance(step_size, AdaptiveStepSize):
                 step_size.use_coordinates(coordinates)
@@ -214,11 +210,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, True, self.sampler.analyses)
         self._smoothness = Smoothness(gradient_estimator == "auto", self.sampler.analyses)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        # A copy trains its own parts, which the store must not take for the original's.
-        super().__setstate__(state)
-        self.param_name = f"{type(self).__name__}_{next(_numbers)}"
 
     @property
     def num_steps(self) -> int:
@@ -252,9 +243,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
-                # SVI optimises what a step touches through Pyro's parameter store. Values that were
-                # loaded there are these parts' own, or they would never be trained again.
-                pyro.module(self.param_name, self, update_module_params=True)
+                self.add_to_store()
             chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight)))

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
+from pyro_mcvae.programs.stored_module import StoredModule
 
 # The states of all random number generators that a training step may use.
 
@@ -108,13 +109,13 @@ class PyroOptimPart(Part):
         self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
 
 
-def store_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return the parameter-store names of modules with a ``param_name``, by their path."""
+def stored_modules(modules: Mapping[str, nn.Module]) -> dict[str, StoredModule]:
+    """Return the modules that have a name in the parameter store, by their path."""
     return {
-        f"{part}/{path}": module.param_name
+        f"{part}/{path}": module
         for part, whole in modules.items()
         for path, module in whole.named_modules()
-        if isinstance(getattr(module, "param_name", None), str)
+        if isinstance(module, StoredModule)
     }
 
 
@@ -212,7 +213,7 @@ VERSION = 1
 
 
 # The classes of the parts (``kinds``), their states (``parts``), that of the parameter store
-# (``store``), the store names of modules with a ``param_name`` (``names``), the state of each rank
+# (``store``), the names of modules in it (``names``), the state of each rank
 # (``ranks``: its generators and parts), and additional values of the user (``extra``).
 Content: TypeAlias = dict[str, Any]
 _KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
@@ -498,7 +499,7 @@ def save_checkpoint(
         "kinds": {name: part.kind for name, part in live.items()},
         "parts": {name: part.save() for name, part in live.items()},
         "store": ParamStorePart(modules).save(),
-        "names": store_names(modules),
+        "names": {path: m.param_name for path, m in stored_modules(modules).items()},
         "ranks": ranks.gather({"rng": rng_state(), "parts": rank_states}),
         "extra": extra,
     }
@@ -542,12 +543,15 @@ def load_checkpoint(
     _check_names(content, named)
     modules = _modules(named)
     live: dict[str, Part] = {**named, _STORE: ParamStorePart(modules)}
-    states = _renamed(content, named, store_names(modules))
+    states = {**content["parts"], _STORE: content["store"]}
+    stored = stored_modules(modules)
+    names = {path: module.param_name for path, module in stored.items()}
     rank_state = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else None
     rng = rng_state()
     undo = [part.undo() for part in live.values()]
     name = ""
     try:
+        _rename(stored, content["names"])
         for name, part in live.items():
             part.load(rank_state["parts"].get(name, states[name]) if rank_state else states[name])
         name = "the random number generators"
@@ -556,6 +560,7 @@ def load_checkpoint(
         else:
             seed_another(content["ranks"][0]["rng"], ranks.rank())
     except Exception as error:
+        _rename(stored, names)
         for restore in undo:
             restore()
         set_rng_state(rng)
@@ -567,25 +572,9 @@ def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
     return {name: part.module for name, part in parts.items() if isinstance(part, ModulePart)}
 
 
-def _renamed(
-    content: Content, parts: Mapping[str, Part], names: Mapping[str, str]
-) -> dict[str, Saved]:
-    """Return the saved states by part, with the store names of the live modules."""
-    new = {old: names.get(where, old) for where, old in content["names"].items()}
-
-    def rename(state: Mapping[str, Saved]) -> dict[str, Saved]:
-        split = {key: key.split("$$$", 1) for key in state}
-        return {
-            "$$$".join([new.get(first, first), *suffix]): state[key]
-            for key, (first, *suffix) in split.items()
-        }
-
-    states = dict(content["parts"])
-    for name, part in parts.items():
-        if isinstance(part, PyroOptimPart):
-            states[name] = rename(states[name])
-    states[_STORE] = {key: rename(value) for key, value in content["store"].items()}
-    return states
+def _rename(stored: Mapping[str, StoredModule], names: Mapping[str, str]) -> None:
+    for path, module in stored.items():
+        module.param_name = names.get(path, module.param_name)
 
 
 def _check_names(content: Content, parts: Mapping[str, Part]) -> None:
