@@ -42,8 +42,7 @@ from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
-from pyro_mcvae.evaluation.compare import compare
-from pyro_mcvae.evaluation.compare_models import compare_models
+from pyro_mcvae.evaluation.compare import compare, compare_models
 from pyro_mcvae.evaluation.draws import to_inference_data
 from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
 from pyro_mcvae.evaluation.refine import refine

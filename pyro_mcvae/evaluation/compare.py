@@ -1,4 +1,4 @@
-"""Train one model with several losses, and evaluate all by one estimator."""
+"""Compare losses of one model, and models of the same data, by one estimator of the evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,6 +25,7 @@ from pyro_mcvae.evaluation.evidence import (
     filled,
     fraction,
     guide_and_chains,
+    has_light_tail,
     number,
     table,
     weights_of,
@@ -42,19 +42,12 @@ from pyro_mcvae.evaluation.options import (
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
-from pyro_mcvae.training.checkpoint import (
-    ModulePart,
-    ParamStorePart,
-    Part,
-    Undo,
-    rng_state,
-    set_rng_state,
-)
+from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -115,14 +108,14 @@ class Comparison(dict[str, TrainedCopy]):
     What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
 
     :param copies: the results of each loss.
-    :param values: of the programs.
+    :param parts: what training changes: the programs' modules, and the parameter store.
     :param bool learns: whether the model has parameters; if not, all have one evidence.
     """
 
-    def __init__(self, copies: dict[str, TrainedCopy], values: _Values, learns: bool) -> None:
+    def __init__(self, copies: dict[str, TrainedCopy], parts: list[Part], learns: bool) -> None:
         super().__init__(copies)
         self.learns = learns
-        self._values = values
+        self._parts = parts
         self._trained: dict[str, Undo] = {}
 
     def use(self, name: str) -> None:
@@ -133,7 +126,8 @@ class Comparison(dict[str, TrainedCopy]):
         """
         if name not in self._trained:
             raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
-        self._trained[name] = self._values.put(self._trained[name])
+        self._trained[name]()
+        self._trained[name] = _remember(self._parts)
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
@@ -363,29 +357,38 @@ def compare(
     # What the evaluation at the end refuses is refused before training.
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
-    with each_once(), _same_randomness(), Progress("comparing", settings.progress, "turn") as bar:
+    modules = find_modules(*programs.pair)
+    inner = {id(part) for module in modules for part in list(module.modules())[1:]}
+    parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
+    parts.append(ParamStorePart({}))
+
+    def new_svi(loss: Any, optim: PyroOptim) -> SVI:
+        return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
+
+    with each_once(), restored(()), Progress("comparing", settings.progress, "turn") as bar:
         bar.expect((num_checks + 1) * len(pairs))
         pyro.set_rng_seed(seed)
-        with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
+        with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        comparison = Comparison({}, _Values(programs), learns)
-        start = comparison._values.swap()
+        comparison, start = Comparison({}, parts, learns), _remember(parts)
         try:
-            for name, (loss, one) in pairs.items():
+            for name, pair in pairs.items():
                 bar.describe(name)
-                _svi(first, one, loss).step(*first.args, **first.kwargs)
-                start = comparison._values.put(start)
+                new_svi(*pair).step(*first.args, **first.kwargs)
+                start()
+                start = _remember(parts)
                 pyro.set_rng_seed(seed)
-                run = _Run(data, _svi(first, one, loss))
+                run = _Run(data, new_svi(*pair))
                 for turn in range(num_checks + 1):
                     run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
                     run.check(programs, checks)
                     bar.step()
                 comparison[name] = run.trained_copy(programs, settings)
-                comparison._trained[name] = comparison._values.swap()
-                start = comparison._values.put(start)
+                comparison._trained[name] = _remember(parts)
+                start()
+                start = _remember(parts)
         finally:
             start()
     return comparison
@@ -460,7 +463,7 @@ class _Data:
         """Return the number of batches in one pass; count them if they have no length."""
         if isinstance(self._batches, Sized):
             return len(self._batches)
-        with _same_randomness():
+        with restored(()):
             return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Programs]:
@@ -479,7 +482,7 @@ class _Data:
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:
             modules = find_modules(*programs.pair)
-            with _same_randomness(), torch.no_grad(), evaluation_modules(modules):
+            with restored(()), torch.no_grad(), evaluation_modules(modules):
                 sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
                 sample = sampler.sample(programs)
             shared = sample.structure.global_sites.guide
@@ -487,43 +490,15 @@ class _Data:
         return self._weights[key]
 
 
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Restore the random state afterwards."""
-    generators = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(generators)
+def _remember(parts: list[Part]) -> Undo:
+    """Return a function that sets the present values again, once; tensors stay the same objects."""
+    undos = [part.undo() for part in parts]
 
+    def put() -> None:
+        for undo in undos:
+            undo()
 
-class _Values:
-    """
-    What training changes of a pair of programs: the parameter store, the programs' modules.
-
-    The tensors stay the same objects, so that optimizers and recordings go on knowing them.
-    """
-
-    def __init__(self, programs: Programs) -> None:
-        modules = find_modules(*programs.pair)
-        inner = {id(part) for module in modules for part in list(module.modules())[1:]}
-        self._parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
-        self._parts.append(ParamStorePart({}))
-
-    def swap(self) -> Undo:
-        """Remember the present values; what it returns sets them again, once."""
-        undos = [part.undo() for part in self._parts]
-
-        def put() -> None:
-            for undo in undos:
-                undo()
-
-        return put
-
-    def put(self, values: Undo) -> Undo:
-        """Set remembered values, and remember them again."""
-        values()
-        return self.swap()
+    return put
 
 
 class _Run:
@@ -587,5 +562,209 @@ class _Run:
         )
 
 
-def _svi(programs: Programs, optim: PyroOptim, loss: Any) -> SVI:
-    return SVI(programs.model, programs.guide, copy.deepcopy(optim), copy.deepcopy(loss))
+# Models compared by their log evidence of the same data.
+
+# Share of the weights whose k-hat may be too high, so that chance alone explains it.
+_FEW = 0.05
+
+
+class ModelComparison(dict[str, LogEvidence]):
+    """
+    What :func:`compare_models` found, whose example shows one: a :class:`.LogEvidence` by name, the
+    highest first.
+    """
+
+    def difference(self, name: str, other: str) -> tuple[float, float]:
+        """
+        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        """
+        one, two = self[name], self[other]
+        error = torch.hypot(one.total_standard_error, two.total_standard_error)
+        return float(one.total - two.total), float(error)
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """
+        Return the posterior probabilities of the models under equal prior probabilities. They use
+        the estimated evidences, so they are meaningless where models are :attr:`doubtful`.
+        """
+        totals = torch.stack([e.total.double() for e in self.values()])
+        return dict(zip(self, totals.softmax(0).tolist(), strict=True))
+
+    @property
+    def doubtful(self) -> list[str]:
+        r"""
+        Models whose :math:`\hat k` is above 0.7 somewhere, or within two of its errors for more
+        than a twentieth of the weights; and those with exchangeable components whose labellings
+        overlap: their evidence is underestimated, or may be.
+        """
+        return [n for n, e in self.items() if _is_doubtful(e)]
+
+    @property
+    def best(self) -> list[str]:
+        """
+        Return the model with the highest evidence, and all that may be as good: within two standard
+        errors, or doubtful, since estimates with heavy tails are too low.
+        """
+        top, doubtful = next(iter(self)), self.doubtful
+        return [n for n in self if self._within(top, n) or n in doubtful]
+
+    def _within(self, top: str, name: str) -> bool:
+        difference, error = self.difference(top, name)
+        return difference <= _ERRORS * error
+
+    @property
+    def verdict(self) -> str:
+        """Return which model the data favour and how reliable that is, in a few sentences."""
+        top, doubtful = next(iter(self)), self.doubtful
+        close = [n for n in self if self._within(top, n)]
+        doubtful_others = [n for n in doubtful if n != top]
+        said = []
+        if len(close) > 1:
+            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+        elif not doubtful_others:
+            said.append(f"{top} has the highest evidence.")
+        if doubtful:
+            said.append(
+                f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
+                f"within its error; or labellings that are not drawn)"
+                f"{', and may be the highest' if doubtful_others else ''}. Longer annealed chains "
+                f"(schedule=), more draws or a better guide come closer."
+            )
+        said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
+        return " ".join(said)
+
+    def __str__(self) -> str:
+        top = next(iter(self))
+        rows = [["model", "log evidence", f"below {top}", "probability", "largest k"]]
+        for name, evidence in self.items():
+            rows.append(
+                [
+                    name,
+                    number(float(evidence.total), float(evidence.total_standard_error)),
+                    "" if name == top else number(*self.difference(top, name)),
+                    "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
+                    f"{float(evidence.pareto_k.max()):.2f}",
+                ]
+            )
+        return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
+
+
+def _is_doubtful(evidence: LogEvidence) -> bool:
+    if evidence.labellings is not None and evidence.labellings.added is None:
+        return True
+    near = ~has_light_tail(evidence, 0.7)
+    return bool(evidence.unreliable.any()) or fraction(near) > _FEW
+
+
+def compare_models(
+    models: Mapping[str, tuple[Any, ...]],
+    *args: object,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
+) -> ModelComparison:
+    r"""
+    Compare models of the same data by their evidence: log Bayes factors with errors.
+
+    .. math:: \log \frac{p(x \mid A)}{p(x \mid B)} = \log p_A(x) - \log p_B(x)
+
+    Each model's evidence is estimated with its own guide, as :func:`log_evidence` does it: by
+    importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
+    where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
+    never said to be worse. Parameters of a model that were fitted to the same data favour the
+    larger model; let them be latent, with priors, or evaluate on held-out data. Models with
+    exchangeable components, as mixtures, have K! equal modes, all of which count; see
+    :class:`Labellings`.
+
+    Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
+    call ``pyro.clear_param_store()`` before each is trained. Each is then evaluated with its own;
+    a warning names parameters that two of them share.
+
+    For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
+
+    :param models: by name ``(model, guide)``; or ``(model, guide, args)``, with a tuple of the
+        arguments of this pair, in place of ``args``.
+    :param args: the programs' arguments.
+    :param model_kwargs: their keyword arguments, in a dict.
+    :param options: as in :func:`log_evidence`.
+    :returns: a :class:`.ModelComparison`, to print.
+    :raises ValueError: for what is no such dict; for subsampled plates; and as
+        :func:`log_evidence`.
+
+    Example::
+
+        >>> def make(scale):
+        ...     def model(x):
+        ...         z = pyro.sample("z", dist.Normal(0.0, scale))
+        ...         with pyro.plate("data", len(x)):
+        ...             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        ...     def guide(x):
+        ...         precision = len(x) + scale**-2
+        ...         pyro.sample("z", dist.Normal(x.sum() / precision, 1.2 * precision**-0.5))
+        ...     return model, guide
+        >>> x = torch.full((20,), 2.0)
+        >>> found = compare_models({"narrow": make(0.1), "wide": make(3.0)}, x, seed=0)
+        >>> print(found.verdict)
+        wide has the highest evidence.
+        >>> value, error = found.difference("wide", "narrow")
+        >>> bool(abs(value - 30.6) < 0.1)
+        True
+    """
+    settings = make_options("compare_models", options)
+    pairs = _pairs(models, args, model_kwargs)
+    evidences = {}
+    with each_once(), Progress("models", settings.progress, "model") as bar:
+        bar.expect(len(pairs))
+        for name, programs in pairs.items():
+            bar.describe(name)
+            evidences[name] = guide_and_chains(programs, settings)[1]
+            bar.step()
+    _check_alike(evidences)
+    return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
+
+
+def _pairs(
+    models: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None
+) -> dict[str, Programs]:
+    if not isinstance(models, Mapping) or len(models) < 2:
+        raise ValueError(
+            f"models must be a dict of two pairs or more by name, such as "
+            f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
+        )
+    programs = {}
+    for name, pair in models.items():
+        if not isinstance(name, str):
+            raise ValueError(f"models must have strings for names, got {name!r}")
+        if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+            raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
+        model, guide, model_args = pair if len(pair) == 3 else (*pair, args)
+        if not isinstance(model_args, tuple):
+            raise ValueError(
+                f"the arguments in models[{name!r}] must be a tuple, got {model_args!r}"
+            )
+        programs[name] = make_programs(model, guide, model_args, kwargs)
+    return programs
+
+
+def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
+    """
+    Check that all evidences are of the same data.
+
+    :raises ValueError: for evidences that are of other things.
+    """
+    for name, evidence in evidences.items():
+        if evidence.fixed_latents:
+            raise ValueError(
+                f"the evidence of {name!r} is conditional on {', '.join(evidence.fixed_latents)}, "
+                f"which the guide holds, and does not compare with others: let the guide draw "
+                f"them, and leave joint=False out"
+            )
+        if bool((torch.as_tensor(evidence.scale) != 1).any()):
+            raise ValueError(
+                f"the evidence of {name!r} is that of a minibatch times N/B: which data it holds "
+                f"is in no error, and every model that draws one has its own. Pass all data, in "
+                f"plates that are not subsampled; or take log_evidence_loader(...).total for each "
+                f"model"
+            )
+        if not math.isfinite(float(evidence.total)):
+            raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

@@ -20,12 +20,12 @@ from pyro_mcvae.coordinates.chain_density import WhitenedDensity
 from pyro_mcvae.evaluation.draws import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import FactorKey, Message, Site, first_line, plate_frames, plate_key
 from pyro_mcvae.structure import provenance
-from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 _logger = logging.getLogger(__name__)
 
@@ -102,17 +102,14 @@ def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labelling
     :param num_particles: the number of weights of the evidence, a limit of the work.
     :returns: None without exchangeable components, and if the guide draws all labellings equally.
     """
-    generators = rng_state()
     try:
-        with warnings.catch_warnings():
+        with restored(sampler.programs.owners), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _Search(sampler, num_particles).labellings()
     except Exception as error:
         # A program does not run at given latents; the evidence stands without.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
         return None
-    finally:
-        set_rng_state(generators)
 
 
 class _Densities(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_mcvae import compare_models, log_evidence
-from pyro_mcvae.evaluation.compare_models import ModelComparison
+from pyro_mcvae.evaluation.compare import ModelComparison
 from tests.models import ConjugateGaussian, HierarchicalGaussian
 
 X = torch.tensor([0.3, -1.2, 2.0, 0.7, 1.1])
