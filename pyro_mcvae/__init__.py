@@ -43,9 +43,8 @@ from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.compare import compare, compare_models
-from pyro_mcvae.evaluation.draws import to_inference_data
 from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
-from pyro_mcvae.evaluation.refine import refine
+from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import sandwich
 from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM

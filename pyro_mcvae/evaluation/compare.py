@@ -28,7 +28,6 @@ from pyro_mcvae.evaluation.evidence import (
     has_light_tail,
     number,
     table,
-    weights_of,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
@@ -39,6 +38,7 @@ from pyro_mcvae.evaluation.options import (
     make_options,
     make_programs,
 )
+from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler

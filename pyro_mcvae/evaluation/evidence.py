@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import (
-    Annealing,
     Options,
     as_arguments,
     check_call,
@@ -25,8 +23,8 @@ from pyro_mcvae.evaluation.options import (
     make_options,
     make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary
-from pyro_mcvae.ops.checks import check_flag, each_once
+from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
 from pyro_mcvae.programs.progress import Progress, with_progress
 from pyro_mcvae.programs.run import Programs
@@ -373,21 +371,6 @@ def log_evidence(
         return estimate(weights, settings.num_particles, keep_log_weight)
 
 
-@contextmanager
-def weights_of(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """Yield the weights of a model and guide, or of their chains."""
-    with (
-        each_once(),
-        evaluation_mode(programs.model, programs.guide, seed=options.seed),
-        outside_inference_mode(programs) as programs,
-        Progress("evaluating", options.progress, "particle") as progress,
-        torch.no_grad(),
-    ):
-        yield ImportanceSampler(programs, options, progress, annealing)
-
-
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
     """
     Return the evidence by the guide's weights and by chains; both are the same without chains.
@@ -413,11 +396,17 @@ def estimate(
     """
     summary, log_weights, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
-        log_weight, runs, rates = weights.weigh(count)
+        if weights.annealing is None:
+            sample = weights.draw(count)
+            log_weight, runs = sample.log_weight, sample.runs
+        else:
+            chain, density = weights.chain(count)
+            log_weight, runs = chain.log_weight, density.runs
+            if chain.infos:
+                rates = torch.stack([info.acceptance.mean() for info in chain.infos])
+                acceptance.append(count * rates)
         weights.check(log_weight, runs)
         summary.add(log_weight)
-        if rates is not None:
-            acceptance.append(count * rates)
         if keep_log_weight:
             log_weights.append(log_weight)
     annealing, bound = weights.annealing, summary.mean_log.to(weights.reference.log_weight.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.draws import site_values
+from pyro_mcvae.evaluation.refine import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import restored

@@ -266,9 +266,6 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
 
 # What all evaluators take: the model and the guide with their arguments, and the same options.
 
-# How many numbers the draws of one chunk may have by default, over all sites.
-_CHUNK = 1 << 23
-
 
 @dataclass(frozen=True)
 class Options:
@@ -310,10 +307,6 @@ class Options:
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = False
     progress: bool | None = None
-
-    def chunk(self, numbers: int) -> int:
-        """Return the number of particles that run at once, for so many numbers each."""
-        return self.chunk_size or max(1, _CHUNK // max(1, numbers))
 
     def __post_init__(self) -> None:
         # An int of NumPy, or a tensor, is an int from here on.

@@ -21,7 +21,6 @@ from pyro_mcvae.evaluation.evidence import (
     fraction,
     has_light_tail,
     table,
-    weights_of,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
@@ -31,7 +30,7 @@ from pyro_mcvae.evaluation.options import (
     make_options,
     make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler
+from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
 

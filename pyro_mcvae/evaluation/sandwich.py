@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import anneal_back
 from pyro_mcvae.checks.masks import is_transported
-from pyro_mcvae.evaluation.evidence import weights_of
 from pyro_mcvae.evaluation.labellings import guide_values
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
@@ -24,7 +23,7 @@ from pyro_mcvae.evaluation.options import (
     make_options,
     make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler
+from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
