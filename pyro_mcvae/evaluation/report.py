@@ -93,10 +93,14 @@ class Report:
         is good, and chains find significantly more evidence. All data together have a chance of one
         in a hundred of a false alarm. Without chains it is False.
         """
-        missed = torch.zeros_like(self._good)
+        missed = torch.zeros_like(self.guide.unreliable)
         for chains in (self.evidence, self.prior):
             more, error, counts, sizes = self._excess(chains)
-            limit = _student_limit(1 - _ALARM / more.numel(), (sizes - 1).clamp_min(1.0))
+            # The quantile of Student's t by its expansion around the normal one.
+            freedom = (sizes - 1).clamp_min(1.0)
+            z = torch.special.ndtri(freedom.new_tensor(1 - _ALARM / more.numel()))
+            second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+            limit = z + (z**3 + z) / (4 * freedom) + second
             missed |= counts & (more > _CLOSE) & (more > limit * error)
         return missed
 
@@ -109,37 +113,29 @@ class Report:
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
-    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return by how much chains find more evidence than the guide, with its error, where both
-        estimates count, and the smaller effective sample size."""
-        guide, shape = self.guide, self.guide.log_evidence.shape
-        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
-        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
-            chains, comparable = guide, False
-        # Chains have no dim for a plate of one datum, which the guide's weights may have.
-        more = chains.log_evidence.reshape(shape) - guide.log_evidence
-        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
-        sizes = torch.minimum(
-            chains.effective_sample_size.reshape(shape), guide.effective_sample_size
-        )
-        counts = self._good & ~chains.unreliable.reshape(shape) & comparable
-        return more, error, counts, sizes
-
-    @property
-    def _good(self) -> Tensor:
-        """
-        Return a mask of the data whose weights are reliable enough for the comparison. Heavier
-        tails find less evidence; if many are heavy, the guide is too narrow, and some k-hats are
-        good by chance.
-        """
-        light = has_light_tail(self.guide, 0.7)
-        return light & (fraction(self.guide.unreliable) <= 0.5)
-
     @property
     def checked_modes(self) -> bool:
         """Return whether chains from the prior were compared with the guide for most data."""
         _, _, counts, sizes = self._excess(self.prior)
         return fraction(~counts | (sizes < 10)) <= 0.5
+
+    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Return by how much chains find more evidence than the guide, with its error, where both
+        estimates count, and the smaller effective sample size. Heavier tails find less evidence; if
+        many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        """
+        guide, shape = self.guide, self.guide.log_evidence.shape
+        counts = has_light_tail(guide, 0.7) & (fraction(guide.unreliable) <= 0.5)
+        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
+        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
+            chains, counts = guide, torch.zeros_like(counts)
+        # Chains have no dim for a plate of one datum, which the guide's weights may have.
+        more = chains.log_evidence.reshape(shape) - guide.log_evidence
+        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
+        sizes = chains.effective_sample_size.reshape(shape)
+        sizes = torch.minimum(sizes, guide.effective_sample_size)
+        return more, error, counts & ~chains.unreliable.reshape(shape), sizes
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """
@@ -176,7 +172,27 @@ class Report:
     @property
     def advice(self) -> str:
         """Return what to try next, in a sentence: the rule of ``docs/choose.md``."""
-        return _advice(self)
+        labellings = self.evidence.labellings
+        # No loss closes the part of the gap that labellings are.
+        missing = 0.0 if labellings is None else labellings.added or 0.0
+        gap, heavy = float(self.gap.mean()) - missing, fraction(self.guide.unreliable)
+        richer = "a richer guide (full covariances, or a flow)"
+        if self.misses:
+            return f"Next: begin the guide's training elsewhere, or take {richer}."
+        if gap < _CLOSE and heavy <= _FEW:
+            part = "one labelling of " if missing > _CLOSE else ""
+            return f"The guide is close to {part}the posterior: the ELBO is tight enough."
+        if self.discrete:
+            sites = ", ".join(self.discrete)
+            loss = "TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound)"
+            return f"Next: take {loss}, or let {sites} depend on each other in the guide."
+        count = 100 if self.gap.numel() == 1 else 10
+        loss, more = f"TraceIWAE_ELBO(num_particles={count})", "particles"
+        then = "; where ten nats are left, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
+        if gap > _TENS:
+            loss, more = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)", "steps"
+            then = f"; or {richer}"
+        return f"Next: take {loss}, with more {more} if it was trained by that{then}."
 
     def __str__(self) -> str:
         guide, n = self.guide, self.gap.numel()
@@ -203,8 +219,30 @@ class Report:
             lines.append("no chains from the prior: see prior")
         if self.evidence.labellings is not None:
             lines.append(f"exchangeable: {self.evidence.labellings.short}")
-        sentences = _trust(self), _reach(self), self.advice
+        sentences = *self._reliability, self.advice
         return "\n".join([lines[0], lines[1], *map(filled, (*lines[2:], *sentences))])
+
+    @property
+    def _reliability(self) -> tuple[str, str]:
+        """Return whether the evidence is known, and whether modes may be missed."""
+        known = "The evidence is known about as well as its error says."
+        modes = "Modes that the guide does not draw would not show."
+        if not self.checked_modes and not isinstance(self.prior, str):
+            known = f"{known[:-1]}, if no mode is missed."
+        if self.checked_modes:
+            modes = "Chains from the prior find no modes that the guide does not draw."
+        if self.misses:
+            modes = "The guide misses a part of the posterior, such as a mode."
+        if not self.trusted:
+            steps = max((_steps(c) for c in self.chains), default=0)
+            more = f"num_particles={10 * self.evidence.num_particles}"
+            if not self.discrete:
+                more = f"chains (schedule={4 * steps or 10}) or {more}"
+            known = (
+                f"The evidence is a lower bound, whose error may be many times what is shown; "
+                f"{more} may come closer."
+            )
+        return known, modes
 
 
 def report(
@@ -379,13 +417,6 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
         return first_line(error)
 
 
-def _student_limit(level: float, freedom: Tensor) -> Tensor:
-    """Return the quantile of Student's t by its expansion around the normal one."""
-    z = torch.special.ndtri(freedom.new_tensor(level))
-    first = (z**3 + z) / (4 * freedom)
-    return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
 def _row(name: str, evidence: LogEvidence) -> list[str]:
     return [
         name,
@@ -395,59 +426,6 @@ def _row(name: str, evidence: LogEvidence) -> list[str]:
         f"{int(evidence.unreliable.sum())} of {evidence.pareto_k.numel()}",
         f"{float(evidence.effective_sample_size.median()):.0f}",
     ]
-
-
-def _trust(report: Report) -> str:
-    if report.trusted:
-        if not report.checked_modes and not isinstance(report.prior, str):
-            return "The evidence is known about as well as its error says, if no mode is missed."
-        return "The evidence is known about as well as its error says."
-    steps = max((_steps(c) for c in report.chains), default=0)
-    more = f"num_particles={10 * report.evidence.num_particles}"
-    if not report.discrete:
-        more = f"chains (schedule={4 * steps or 10}) or {more}"
-    return (
-        f"The evidence is a lower bound, whose error may be many times what is shown; {more} may "
-        f"come closer."
-    )
-
-
-def _reach(report: Report) -> str:
-    if report.misses:
-        return "The guide misses a part of the posterior, such as a mode."
-    if report.checked_modes:
-        return "Chains from the prior find no modes that the guide does not draw."
-    return "Modes that the guide does not draw would not show."
-
-
-def _advice(report: Report) -> str:
-    labellings = report.evidence.labellings
-    # No loss closes the part of the gap that labellings are.
-    missing = 0.0 if labellings is None else labellings.added or 0.0
-    gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
-    richer = "a richer guide (full covariances, or a flow)"
-    if report.misses:
-        return f"Next: begin the guide's training elsewhere, or take {richer}."
-    if gap < _CLOSE and heavy <= _FEW:
-        part = "one labelling of " if missing > _CLOSE else ""
-        return f"The guide is close to {part}the posterior: the ELBO is tight enough."
-    if report.discrete:
-        sites = ", ".join(report.discrete)
-        return (
-            f"Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
-            f"or let {sites} depend on each other in the guide."
-        )
-    if gap > _TENS:
-        return (
-            f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps "
-            f"if it was trained by that; or {richer}."
-        )
-    count = 100 if report.gap.numel() == 1 else 10
-    then = "; where ten nats are left, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
-    return (
-        f"Next: take TraceIWAE_ELBO(num_particles={count}), with more particles if it was trained "
-        f"by that{then}."
-    )
 
 
 def _steps(chains: LogEvidence) -> int:
