@@ -66,7 +66,7 @@ _ALIKE = 0.1
 _POINTS = 200
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainedCopy:
     """
     The results of one loss in :func:`compare`.
@@ -276,7 +276,7 @@ def compare(
     losses: Mapping[str, object],
     optim: PyroOptim | Mapping[str, PyroOptim],
     seconds: float | None = None,
-    num_steps: int | None = None,
+    num_steps: float | None = None,
     num_epochs: int | None = None,
     batches: Batches | None = None,
     to_args: Callable[..., object] | None = None,
@@ -353,7 +353,8 @@ def compare(
     checks = replace(settings, schedule=None, kernel=None, num_particles=check_particles)
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
-    limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
+    most = seconds or (_SECONDS if num_steps is None else math.inf)
+    num_steps = num_steps or math.inf
     # What the evaluation at the end refuses is refused before training.
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
@@ -380,12 +381,19 @@ def compare(
                 start()
                 start = _remember(parts)
                 pyro.set_rng_seed(seed)
-                run = _Run(data, new_svi(*pair))
-                for turn in range(num_checks + 1):
-                    run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
-                    run.check(programs, checks)
+                svi, stream = new_svi(*pair), itertools.chain.from_iterable(itertools.repeat(data))
+                with weights_of(programs, checks) as weights:
+                    untrained = estimate(weights, check_particles)
+                trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
+                bar.step()
+                for turn in range(num_checks):
+                    limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
+                    _train(trained, svi, stream, data, *limits)
+                    _check(trained, programs, checks)
                     bar.step()
-                comparison[name] = run.trained_copy(programs, settings)
+                if not trained.failed:
+                    trained.guide, trained.evidence = guide_and_chains(programs, settings)
+                comparison[name] = trained
                 comparison._trained[name] = _remember(parts)
                 start()
                 start = _remember(parts)
@@ -501,65 +509,50 @@ def _remember(parts: list[Part]) -> Undo:
     return put
 
 
-class _Run:
-    """
-    Training by one loss, with what a :class:`.TrainedCopy` has.
-    """
-
-    def __init__(self, data: _Data, svi: SVI) -> None:
-        self._data, self._svi, self._epoch = data, svi, iter(data)
-        self.bounds: list[float] = []
-        self.times: list[float] = []
-        self.seconds, self.failed = 0.0, ""
-        self.curve: Curve = {}
-
-    def train(self, seconds: float, num_steps: float) -> None:
-        """Train until a time or a number of steps is reached."""
-        while self.seconds < seconds and len(self.bounds) < num_steps and not self.failed:
-            began = time.perf_counter()
-            programs = next(self._epoch, None)
-            if programs is None:
-                self._epoch = iter(self._data)
-                programs = next(self._epoch)
-            waited = time.perf_counter() - began
-            weights = self._data.weights(programs)
-            began = time.perf_counter()
-            try:
-                loss = float(self._svi.step(*programs.args, **programs.kwargs))
-            except (ValueError, RuntimeError) as error:
-                if not self.bounds:
-                    raise
-                self.failed = f"step {len(self.bounds) + 1}: {first_line(error)}"
-                # What an unfinished step left in tensors that the next one's step would add to.
-                zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
-                return
-            self.times.append(waited + time.perf_counter() - began)
-            self.seconds += self.times[-1]
-            self.bounds.append(-loss / weights)
-            if not math.isfinite(loss):
-                self.failed = f"step {len(self.bounds)}: the loss is {loss}"
-
-    def check(self, programs: Programs, options: Options) -> None:
-        """Estimate the evidence of this moment; of what failed there is none."""
-        step = len(self.bounds)
-        if self.failed or step in self.curve:
-            return
+def _train(
+    trained: TrainedCopy,
+    svi: SVI,
+    stream: Iterator[Programs],
+    data: _Data,
+    seconds: float,
+    num_steps: float,
+) -> None:
+    """Train until a time or a number of steps is reached."""
+    while trained.seconds < seconds and len(trained.bounds) < num_steps and not trained.failed:
+        began = time.perf_counter()
+        programs = next(stream)
+        waited = time.perf_counter() - began
+        weights = data.weights(programs)
+        began = time.perf_counter()
         try:
-            with weights_of(programs, options) as weights:
-                self.curve[step] = self.seconds, estimate(weights, options.num_particles)
+            loss = float(svi.step(*programs.args, **programs.kwargs))
         except (ValueError, RuntimeError) as error:
-            if not step:
+            if not trained.bounds:
                 raise
-            self.failed = f"step {step}: {first_line(error)}"
+            trained.failed = f"step {len(trained.bounds) + 1}: {first_line(error)}"
+            # What an unfinished step left in tensors that the next one's step would add to.
+            zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
+            return
+        trained.times.append(waited + time.perf_counter() - began)
+        trained.seconds += trained.times[-1]
+        trained.bounds.append(-loss / weights)
+        if not math.isfinite(loss):
+            trained.failed = f"step {len(trained.bounds)}: the loss is {loss}"
 
-    def trained_copy(self, programs: Programs, options: Options) -> TrainedCopy:
-        """Evaluate at the end; of what failed it is the last one on the way."""
-        guide = evidence = next(reversed(self.curve.values()))[1]
-        if not self.failed:
-            guide, evidence = guide_and_chains(programs, options)
-        return TrainedCopy(
-            self.bounds, self.seconds, self.times, self.curve, guide, evidence, self.failed
-        )
+
+def _check(trained: TrainedCopy, programs: Programs, options: Options) -> None:
+    """Estimate the evidence of this moment; of what failed there is none."""
+    step = len(trained.bounds)
+    if trained.failed or step in trained.curve:
+        return
+    try:
+        with weights_of(programs, options) as weights:
+            evidence = estimate(weights, options.num_particles)
+    except (ValueError, RuntimeError) as error:
+        trained.failed = f"step {step}: {first_line(error)}"
+        return
+    trained.curve[step] = trained.seconds, evidence
+    trained.guide = trained.evidence = evidence
 
 
 # Models compared by their log evidence of the same data.
@@ -598,7 +591,13 @@ class ModelComparison(dict[str, LogEvidence]):
         than a twentieth of the weights; and those with exchangeable components whose labellings
         overlap: their evidence is underestimated, or may be.
         """
-        return [n for n, e in self.items() if _is_doubtful(e)]
+        return [
+            n
+            for n, e in self.items()
+            if bool(e.unreliable.any())
+            or fraction(~has_light_tail(e, 0.7)) > _FEW
+            or (e.labellings is not None and e.labellings.added is None)
+        ]
 
     @property
     def best(self) -> list[str]:
@@ -606,19 +605,20 @@ class ModelComparison(dict[str, LogEvidence]):
         Return the model with the highest evidence, and all that may be as good: within two standard
         errors, or doubtful, since estimates with heavy tails are too low.
         """
-        top, doubtful = next(iter(self)), self.doubtful
-        return [n for n in self if self._within(top, n) or n in doubtful]
+        close, doubtful = self._close, self.doubtful
+        return [n for n in self if n in close or n in doubtful]
 
-    def _within(self, top: str, name: str) -> bool:
-        difference, error = self.difference(top, name)
-        return difference <= _ERRORS * error
+    @property
+    def _close(self) -> list[str]:
+        """Return the highest, and those within two standard errors of it."""
+        differences = {n: self.difference(next(iter(self)), n) for n in self}
+        return [n for n, (below, error) in differences.items() if below <= _ERRORS * error]
 
     @property
     def verdict(self) -> str:
         """Return which model the data favour and how reliable that is, in a few sentences."""
         top, doubtful = next(iter(self)), self.doubtful
-        close = [n for n in self if self._within(top, n)]
-        doubtful_others = [n for n in doubtful if n != top]
+        close, doubtful_others = self._close, [n for n in doubtful if n != top]
         said = []
         if len(close) > 1:
             said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
@@ -648,13 +648,6 @@ class ModelComparison(dict[str, LogEvidence]):
                 ]
             )
         return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
-
-
-def _is_doubtful(evidence: LogEvidence) -> bool:
-    if evidence.labellings is not None and evidence.labellings.added is None:
-        return True
-    near = ~has_light_tail(evidence, 0.7)
-    return bool(evidence.unreliable.any()) or fraction(near) > _FEW
 
 
 def compare_models(
