@@ -19,9 +19,8 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.joint import GuideDraws, JointRuns, Layouts, find_layouts, run_guide
 from pyro_mcvae.truncated.posterior import StatePosterior, hidden_from_handlers, sample_states
-from pyro_mcvae.truncated.search import EvolutionaryUpdate, Population, evaluate, evolve, propose
+from pyro_mcvae.truncated.search import EvolutionaryUpdate, Population, evolve, propose
 from pyro_mcvae.truncated.states import (
-    DataIndex,
     StateLayout,
     StatesError,
     StateSpace,
@@ -252,11 +251,6 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         return {**self.__dict__, "_layout_cache": []}
 
     @property
-    def has_states(self) -> bool:
-        """Return whether there are states: after the first call, or after loading them."""
-        return any(name.startswith("states_") for name in self._buffers)
-
-    @property
     def model(self) -> Program:
         return self._model[0]
 
@@ -298,7 +292,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             torch.Size([2])
         """
         num_steps = check_count("num_steps", num_steps, 0)
-        posterior = new_posterior(self, self.model)
+        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS.split()}
+        posterior = TruncatedPosterior(self.model, self.num_states, **settings)
         with evaluation_modules(find_modules(self.model, posterior)):
             posterior.fit(*args, num_steps=num_steps, **kwargs)
         return posterior.eval()
@@ -364,16 +359,14 @@ class TruncatedPosterior(FixedOptions, nn.Module):
                 f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
                 f"num_states={space.cardinality}, which is exact inference"
             )
-        if name in self._buffers:
-            self._check(layout, tuple(self.get_buffer(name).shape))
-            # Loaded before the first call; new states would be on the device of draws.
-            self._buffers[name] = self.get_buffer(name).to(prior_draws.device)
-        else:
+        if name not in self._buffers:
             states = _first_states(space, prior_draws, layout.num_data, self.num_states)
             self.register_buffer(name, states)
-
-    def _check(self, layout: StateLayout, shape: tuple[int, ...]) -> None:
-        expected = (layout.num_data, self.num_states, layout.space.num_bytes)
+            return
+        # Loaded before the first call; new states would be on the device of draws.
+        self._buffers[name] = self.get_buffer(name).to(prior_draws.device)
+        shape = tuple(self.get_buffer(name).shape)
+        expected = (layout.num_data, self.num_states, space.num_bytes)
         if shape[1:] == expected[1:] and shape != expected:
             raise ValueError(
                 f"plate '{layout.plates[-1].name}' has {expected[0]} data, but states are stored "
@@ -423,7 +416,7 @@ class EStep:
     ) -> None:
         model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
         layouts = guide._layouts(model, sampler, args, kwargs)
-        self._guide, self._layout = guide, layouts.layout
+        self._guide = guide
         self._states = guide.get_buffer(f"states_{layouts.layout.name}")
         self._observed: Tensor | None = None
         self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, draws)
@@ -441,12 +434,20 @@ class EStep:
         :param searched: whether states will be searched for these data, and stored.
         :raises ValueError: if states are stored for other data, and not searched for these.
         """
-        count = self._guide.num_states
-        population, sample = evaluate(self.runs, self._minibatch, count)
+        count, space = self._guide.num_states, self.runs.layouts.layout.space
+        packed: list[Tensor] = []
+
+        def load() -> Tensor:
+            index = self.runs.data.index.to(self._states.device)
+            packed.append(self._states.index_select(0, index))
+            return space.unpack(packed[0])
+
+        sample = self.runs.run(load, count)
+        joint = self.runs.log_joint_rows(sample)
         # If all states are stored, they are valid for any data.
-        if self._guide.fixed_data and count < self._layout.space.cardinality:
+        if self._guide.fixed_data and count < space.cardinality:
             self._observed = self._guide._record.compare(self.runs, sample, searched)
-        return population, sample
+        return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
     def search(self, population: Population) -> Population:
         """Return better states, without storing them."""
@@ -473,16 +474,6 @@ class EStep:
             states.index_copy_(0, index, packed)
         if self._observed is not None:
             self._guide._record.keep(self.runs, self._observed)
-
-    def _minibatch(self, data: DataIndex) -> Tensor:
-        """Return the packed states of a minibatch, ``[E, S, bytes]``."""
-        return self._states.index_select(0, data.index.to(self._states.device))
-
-
-def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosterior:
-    """Return a guide with the same settings for another model, without states."""
-    settings: dict[str, Any] = {name: getattr(guide, name) for name in _SETTINGS.split()}
-    return TruncatedPosterior(model, guide.num_states, **settings)
 
 
 def _first_states(space: StateSpace, prior: Tensor, num_data: int, count: int) -> Tensor:

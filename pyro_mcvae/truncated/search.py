@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.truncated.joint import JointRuns, Leaves
-from pyro_mcvae.truncated.states import DataIndex, StateSpace, duplicates, keep_best, take_rows
+from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_rows
 
 
 @dataclass
@@ -298,27 +297,6 @@ class Population:
         best = keep_best(log_joint.detach(), duplicates(keys), self.keys.shape[1])
         packed = take_rows(torch.cat([self.packed, other.packed], dim=1), best)
         return Population(self.space, packed, keys.gather(1, best), log_joint.gather(1, best))
-
-
-def evaluate(
-    runs: JointRuns, stored: Callable[[DataIndex], Tensor], count: int
-) -> tuple[Population, WeightedParticles]:
-    """
-    Evaluate all states stored for the data of a minibatch.
-
-    :param stored: returns the packed states of a minibatch, ``[E, S, bytes]``.
-    :param count: their number S.
-    """
-    packed: list[Tensor] = []
-    space = runs.layouts.layout.space
-
-    def load() -> Tensor:
-        packed.append(stored(runs.data))
-        return space.unpack(packed[0])
-
-    sample = runs.run(load, count)
-    joint = runs.log_joint_rows(sample)
-    return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
 
 def evolve(runs: JointRuns, population: Population, evolution: EvolutionaryUpdate) -> Population:
