@@ -584,24 +584,27 @@ class MonteCarloELBO(FixedOptions, ELBO):
         series with an AutoGuide, the model counts their prior. This does not change the evidence,
         and otherwise nothing would limit the guide's entropy.
         """
-        analysis = self.sampler.analyses.of(programs)
-        known = analysis.get(_COUNTED)
-        if known is None:
-            with rewindable(True) as rewind:
-                estimate = self.estimate(programs)
-                names = without_prior(programs, estimate.runs[0])
-                before, model = analysis.before(_COUNTED, (names, None))
-                if names and (model is None or names != before):
-                    model = with_priors(programs.model, names)
-                known = names, model
-                analysis.put(_COUNTED, known)
-                if not names:
-                    return programs, estimate
-                rewind()
-        names, model = known
+        names, model = self.sampler.analyses.of(programs).get(_COUNTED, (None, None))
+        if names is None:
+            return self._first_counted(programs)
         if names:
             programs = replace(programs, model=model)
         return programs, self.estimate(programs)
+
+    def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
+        """Find the latents whose prior the model counts; the step is repeated if there are some."""
+        analysis = self.sampler.analyses.of(programs)
+        with rewindable(True) as rewind:
+            estimate = self.estimate(programs)
+            names = without_prior(programs, estimate.runs[0])
+            before, model = analysis.before(_COUNTED, (names, None))
+            if names and (model is None or names != before):
+                model = with_priors(programs.model, names)
+            analysis.put(_COUNTED, (names, model))
+            if not names:
+                return programs, estimate
+            rewind()
+            return self._counted(programs)
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
