@@ -37,21 +37,21 @@ from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
 
-# Share of the weights that may be doubtful; nats per weight that are close enough, and those that
-# are no difference; an error within which all agrees.
+# The fraction of weights that may be doubtful. A gap that counts as closed, and a difference that
+# counts as none, in nats per weight. The largest error at which two estimates can agree.
 _FEW, _CLOSE, _SMALL, _WIDE = 0.05, 0.1, 0.02, 0.1
 # Nats of the ELBO's gap that a bound of many draws halves at best (docs/choose.md, measured on nine
 # models).
 _TENS = 20.0
 # Chance of a false alarm, over all data together.
 _ALARM = 0.01
-# Steps of the chains: the second ones show whether the first were long enough. Where they were not,
-# the last ones move in coordinates of their own. Chains of all data, and the fewest of each datum.
+# Steps of the chains. The second chains check whether the first were long enough. If not, the last
+# ones run in white coordinates. Number of chains over all data, and the fewest per datum.
 _RUNGS: tuple[tuple[int, EvaluatorCoordinates | None], ...]
 _RUNGS = (10, None), (40, None), (40, "whitened")
 _CHAINS, _FEWEST = 10_000, 20
-# From the prior: chains of all data, the fewest of each, and of a warm-up that begins with large
-# steps, of the prior's own spread.
+# From the prior: number of chains over all data, the fewest per datum, warm-up steps, and the first
+# step size, which has the scale of the prior.
 _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
 
 
@@ -74,7 +74,7 @@ class Report:
     evidence: LogEvidence
     guide: LogEvidence
     discrete: tuple[str, ...]
-    prior: LogEvidence | str = "not asked for"
+    prior: LogEvidence | str = "not requested"
     chains: tuple[LogEvidence, ...] = ()
     no_chains: str = ""
     states: int | None = None
@@ -93,8 +93,8 @@ class Report:
     def missed(self) -> Tensor:
         r"""
         Return a mask of the data for which the guide misses a part of the posterior: :math:`\hat k`
-        is good, and chains find significantly more evidence. All data together have a chance of one
-        in a hundred of a false alarm. Without chains it is False.
+        is good, and chains find significantly more evidence. The probability of a false alarm is
+        0.01 over all data. Without chains the mask is False.
         """
         missed = torch.zeros_like(self._good)
         for chains in (self.evidence, self.prior):
@@ -113,8 +113,10 @@ class Report:
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
     def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return by how much chains find more evidence than the guide, with its error, where both
-        estimates count, and the smaller effective sample size."""
+        """
+        Return the evidence that chains find beyond the guide's, its error, a mask of the data where
+        both estimates count, and the smaller effective sample size.
+        """
         guide, shape = self.guide, self.guide.log_evidence.shape
         comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
         if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
@@ -131,9 +133,9 @@ class Report:
     @property
     def _good(self) -> Tensor:
         """
-        Return a mask of the data whose weights are reliable enough for the comparison. Heavier
-        tails find less evidence; if many are heavy, the guide is too narrow, and some k-hats are
-        good by chance.
+        Return a mask of the data whose weights are reliable enough for the comparison. Weights with
+        heavy tails underestimate the evidence. If many tails are heavy, the guide is too narrow,
+        and some k-hats are good by chance.
         """
         light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
         return light & (fraction(self.guide.unreliable) <= 0.5)
@@ -159,10 +161,11 @@ class Report:
     @property
     def trusted(self) -> bool:
         r"""
-        Return whether the evidence is known within about its errors. Either :math:`\hat k` plus two
-        of its errors is at most 0.5, as in ``LogEvidence.doubtful``, for all but a twentieth of the
-        weights, or chains of four times the length agree. It is never trusted if :math:`\hat k` is
-        above 0.7, or the effective sample size below 10, for more than a twentieth of the weights.
+        Return whether the evidence and its error can be trusted. This holds if :math:`\hat k` plus
+        two of its errors is at most 0.5 for all but a twentieth of the weights (see
+        ``LogEvidence.doubtful``), or if chains of four times the length agree. It never holds if
+        :math:`\hat k` is above 0.7, or the effective sample size below 10, for more than a
+        twentieth of the weights.
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
@@ -178,7 +181,7 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """Return what to try next, in a sentence: the rule of ``docs/choose.md``."""
+        """Return what to try next, in one sentence, by the rules of ``docs/choose.md``."""
         return _advice(self)
 
     def __str__(self) -> str:
@@ -223,20 +226,20 @@ def report(
     Evaluate a guide: its bound, the evidence, the gap between them, the tails of the weights, the
     data with the largest gaps, and what to try next.
 
-    The guide's own weights are always drawn. They are doubtful if, for more than a twentieth of the
-    weights, :math:`\hat k` plus two of its errors is above 0.5, or there are fewer than 500 draws.
-    Then annealed chains of ten steps run too, and give the evidence. If these are doubtful as well,
-    chains of 40 steps run. If the two disagree, chains in white coordinates run (see
-    :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these chains. ``Report.trusted``
-    is whether the evidence is known about as well as its error says.
+    The importance weights of the guide are always computed. They are doubtful if :math:`\hat k`
+    plus two of its errors is above 0.5 for more than a twentieth of the weights, or if there are
+    fewer than 500 draws. In that case the evidence is estimated by annealed chains of ten steps. If
+    these are doubtful as well, chains of 40 steps run. If the two disagree, chains in white
+    coordinates run (see :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these
+    chains. ``Report.trusted`` is whether the evidence and its error can be trusted.
 
-    **Missed modes**: a mode of the posterior where the guide never draws changes neither
-    :math:`\hat k` nor the effective sample size. So 50 to 200 chains run from draws of the model's
+    **Missed modes**: if the guide never draws near a mode of the posterior, neither :math:`\hat k`
+    nor the effective sample size changes. Therefore 50 to 200 chains run from draws of the model's
     prior to the posterior, in ten steps. If they find more evidence than the guide's weights, the
     guide misses a part of the posterior. If the prior is far from the posterior, as with many
-    latents, they find less, and nothing is known. They take about 100 gradients of the model and
-    guide, with at most 200 particles each. Discrete latents of the guide are drawn from the prior
-    and weighed.
+    latents, they find less evidence, and the check is inconclusive. It takes about 100 gradients of
+    the model and guide, with at most 200 particles each. Discrete latents of the guide are drawn
+    from the prior and weighted.
 
     If components are exchangeable, as in mixtures, the evidence includes all labellings; see
     :class:`Labellings`.
@@ -247,10 +250,10 @@ def report(
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param bool check_modes: run chains from the prior. None runs them unless particles are looped
-        over, where each chain is a separate run.
+    :param bool check_modes: run chains from the prior. None runs them unless particles run one by
+        one, because each chain is then a separate run.
     :param bool escalate: run chains if the guide's weights are doubtful. None runs them unless
-        particles are looped over.
+        particles run one by one.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`.Report`, to print.
@@ -265,9 +268,9 @@ def report(
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.2))
-        >>> found = report(model, guide, torch.linspace(-2, 2, 50))
-        >>> found.advice.partition(",")[0]
-        'Next: take TraceIWAE_ELBO(num_particles=10)'
+        >>> result = report(model, guide, torch.linspace(-2, 2, 50))
+        >>> result.advice.partition(",")[0]
+        'Next: use TraceIWAE_ELBO(num_particles=10)'
     """
     programs, settings = prepare(report, model, guide, args, model_kwargs, options)
     check_flag("check_modes", check_modes, or_none=True)
@@ -294,7 +297,7 @@ def report(
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
     """Return why chains do not run; empty if they do."""
     if requested is None and loops:
-        return f"particles are looped over: {name}=True runs them"
+        return f"particles run one by one: {name}=True runs them"
     return f"{name}=False" if requested is False else ""
 
 
@@ -307,7 +310,7 @@ def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> boo
     """
     Return whether longer chains give the same evidence, within two errors.
 
-    :param most: the largest error at which that counts.
+    :param most: the largest error at which estimates can agree.
     """
     error = torch.hypot(short.mean_standard_error, long.mean_standard_error)
     same = (long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL)
@@ -319,7 +322,7 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
     Run chains from the guide's draws, and chains of four times the length if the first are
     doubtful. If both are and disagree, run chains from a normal density fitted to the posterior.
 
-    :param weights: those of the guide.
+    :param weights: the importance sampler of the guide.
     :returns: the evidences, the most reliable last, and why no more chains ran.
     """
     evidences: list[LogEvidence] = []
@@ -337,7 +340,7 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
                 annealing = make_annealing(steps, kernel, coordinates, warmup)
                 assert annealing is not None
                 evidences.append(estimate(weights.annealed(annealing), count))
-                kernel = annealing.kernel  # with the step size that it has found
+                kernel = annealing.kernel  # with its adapted step size
                 if _is_sure(evidences[-1]) or (
                     len(evidences) > 1 and _agree(evidences[-2], evidences[-1], _WIDE)
                 ):
@@ -345,7 +348,7 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
     except (ValueError, RuntimeError, NotImplementedError) as error:
         _logger.info("chains from the guide's draws did not run: %s", first_line(error))
         return tuple(evidences), first_line(error)
-    # Each is a lower bound in expectation.
+    # Each evidence is a lower bound in expectation.
     return (*evidences[:1], *sorted(evidences[1:], key=lambda e: float(e.mean))), ""
 
 
@@ -356,14 +359,14 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
     The estimate is unbiased, as the guide's is, and includes modes that the prior draws. If it is
     higher, beyond its error, the guide misses a part of the posterior. If the prior is far from the
     posterior, it is lower, and contains no information. Discrete latents are drawn from the prior
-    and weighed.
+    and weighted.
 
-    :param weights: the guide's, whose minibatch is used.
+    :param weights: the importance sampler of the guide, whose minibatch is used.
     :param num_particles: the largest number of chains of each datum.
-    :returns: the evidence, or why there is none.
+    :returns: the evidence, or why it could not be estimated.
     """
     if weights.fixed_latents:
-        return f"{', '.join(weights.fixed_latents)} are held, and the prior draws them"
+        return f"{', '.join(weights.fixed_latents)} are fixed, but the prior draws them"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -375,7 +378,7 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
                 prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
             return estimate(prior, num_particles, all_labellings=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        # These chains are extra: the report stands without.
+        # These chains are optional: the report is complete without them.
         _logger.info("chains from the prior did not run: %s", first_line(error))
         return first_line(error)
 
@@ -401,14 +404,14 @@ def _row(name: str, evidence: LogEvidence) -> list[str]:
 def _trust(report: Report) -> str:
     if report.trusted:
         if not report.checked_modes and not isinstance(report.prior, str):
-            return "The evidence is known about as well as its error says, if no mode is missed."
-        return "The evidence is known about as well as its error says."
+            return "The evidence and its error can be trusted, if no mode is missed."
+        return "The evidence and its error can be trusted."
     steps = max((_steps(c) for c in report.chains), default=0)
     more = f"num_particles={10 * report.evidence.num_particles}"
     if not report.discrete and report.states is None:
         more = f"chains (schedule={4 * steps or 10}) or {more}"
     return (
-        f"The evidence is a lower bound, whose error may be many times what is shown; {more} may "
+        f"The evidence is a lower bound, and its error may be much larger than printed; {more} may "
         f"come closer."
     )
 
@@ -417,44 +420,44 @@ def _reach(report: Report) -> str:
     if report.misses:
         return "The guide misses a part of the posterior, such as a mode."
     if report.checked_modes:
-        return "Chains from the prior find no modes that the guide does not draw."
-    return "Modes that the guide does not draw would not show."
+        return "Chains from the prior find no modes that the guide misses."
+    return "Modes that the guide misses would not be detected."
 
 
 def _advice(report: Report) -> str:
     labellings = report.evidence.labellings
-    # No loss closes the part of the gap that labellings are.
+    # No loss closes the part of the gap that comes from labellings.
     missing = 0.0 if labellings is None else labellings.added or 0.0
     gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
     richer = "a richer guide (full covariances, or a flow)"
     if report.states is not None:
         if _is_sure(report.guide):
-            return f"The {report.states} states of a datum are all of its posterior."
+            return f"The {report.states} states of each datum cover its posterior."
         return (
-            f"Next: search on (guide.fit(..., num_steps=100), proposals=PriorDraws()), or keep "
-            f"more states (num_states={4 * report.states})."
+            f"Next: continue the search (guide.fit(..., num_steps=100), proposals=PriorDraws()), "
+            f"or use more states (num_states={4 * report.states})."
         )
     if report.misses:
-        return f"Next: begin the guide's training elsewhere, or take {richer}."
+        return f"Next: train the guide from other initial values, or use {richer}."
     if gap < _CLOSE and heavy <= _FEW:
         part = "one labelling of " if missing > _CLOSE else ""
         return f"The guide is close to {part}the posterior: the ELBO is tight enough."
     if report.discrete:
         sites = ", ".join(report.discrete)
         return (
-            f"Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
+            f"Next: use TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
             f"or let {sites} depend on each other in the guide."
         )
     if gap > _TENS:
         return (
-            f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps "
-            f"if it was trained by that; or {richer}."
+            f"Next: use TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps if "
+            f"you trained with it already; or {richer}."
         )
     count = 100 if report.gap.numel() == 1 else 10
-    then = "; where ten nats are left, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
+    then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
     return (
-        f"Next: take TraceIWAE_ELBO(num_particles={count}), with more particles if it was trained "
-        f"by that{then}."
+        f"Next: use TraceIWAE_ELBO(num_particles={count}), with more particles if you trained with "
+        f"it already{then}."
     )
 
 

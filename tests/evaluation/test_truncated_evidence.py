@@ -151,12 +151,12 @@ def test_a_report_of_states():
     guide = fitted(binary)
     result = report(binary, guide, num_particles=1000)
     assert result.states == 4
-    assert "search on" in result.advice
+    assert "continue the search" in result.advice
     assert not result.trusted
     assert abs(result.prior.total - exact(binary).sum()) < 4 * result.prior.total_standard_error
     assert result.misses == bool(result.prior.total - result.guide.total > 0.1)
     enough = report(binary, TruncatedPosterior(binary, num_states=32))
-    assert "The 32 states of a datum are all of its posterior." in enough.advice
+    assert "The 32 states of each datum cover its posterior." in enough.advice
     assert enough.trusted
     assert not enough.misses
 
