@@ -42,28 +42,17 @@ from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
-from pyro_mcvae.evaluation.compare import compare
-from pyro_mcvae.evaluation.compare_models import compare_models
-from pyro_mcvae.evaluation.draws import to_inference_data
+from pyro_mcvae.evaluation.compare import compare, compare_models
 from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
-from pyro_mcvae.evaluation.refine import refine
+from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import sandwich
 from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.reference_methods.wake_sleep import WakeSleep
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
-from pyro_mcvae.training.plateau import PlateauDetector
-from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
-from pyro_mcvae.truncated.evolution import (
-    EvolutionaryUpdate,
-    FitnessProportional,
-    InformedFlips,
-    Mutation,
-    UniformFlips,
-)
 from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.search import PriorDraws
+from pyro_mcvae.truncated.search import EvolutionaryUpdate, InformedFlips, UniformFlips
 
 __all__ = [
     "HMC",
@@ -74,12 +63,9 @@ __all__ = [
     "ULA",
     "AdaptiveStepSize",
     "Baseline",
-    "BernoulliPrior",
     "CompiledELBO",
     "Estimate",
     "EvolutionaryUpdate",
-    "FitnessProportional",
-    "GaussianNoise",
     "GumbelSoftmax",
     "IndependentDraw",
     "InformedFlips",
@@ -92,10 +78,7 @@ __all__ = [
     "LogWeight",
     "MonteCarloELBO",
     "MonteCarloEM",
-    "Mutation",
     "Noise",
-    "PlateauDetector",
-    "PriorDraws",
     "Proposal",
     "RandomWalk",
     "RankBatches",
