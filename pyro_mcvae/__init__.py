@@ -23,7 +23,6 @@ from pyro_mcvae.chains.schedules import (
 )
 from pyro_mcvae.chains.score_network import ScoreNetwork
 from pyro_mcvae.compiled.elbo import CompiledELBO
-from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
 from pyro_mcvae.discrete.baselines import (
     NVIL,
@@ -75,7 +74,6 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
-    "LogWeight",
     "MonteCarloELBO",
     "MonteCarloEM",
     "Noise",
