@@ -23,7 +23,6 @@ from pyro_mcvae.chains.schedules import (
 )
 from pyro_mcvae.chains.score_network import ScoreNetwork
 from pyro_mcvae.compiled.elbo import CompiledELBO
-from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
 from pyro_mcvae.discrete.baselines import (
     NVIL,
@@ -37,7 +36,7 @@ from pyro_mcvae.discrete.baselines import (
 )
 from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.chain import TraceAIS_ELBO, TraceSIS_ELBO
-from pyro_mcvae.elbos.elbo_terms import local_estimate
+from pyro_mcvae.elbos.elbo_terms import elbo_costs, local_estimate
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
@@ -75,7 +74,6 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
-    "LogWeight",
     "MonteCarloELBO",
     "MonteCarloEM",
     "Noise",
@@ -100,6 +98,7 @@ __all__ = [
     "WakeSleep",
     "compare",
     "compare_models",
+    "elbo_costs",
     "load_checkpoint",
     "local_estimate",
     "log_evidence",

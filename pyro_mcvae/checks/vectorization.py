@@ -64,7 +64,7 @@ _EXPAND = (
     "Where labels are joined with data, infer={'enumerate': 'parallel', 'expand': True} at the "
     "discrete site gives its values the sizes of the plates. "
 )
-PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
+PARTICLES = LeadingDimsName("vectorized particles", "Pass vectorize_particles=False, or")
 STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
 ENUMERATED = LeadingDimsName(
     "all values of its enumerated sites",
@@ -72,7 +72,7 @@ ENUMERATED = LeadingDimsName(
     _EXPAND,
 )
 SLOTS = LeadingDimsName(
-    "slots of discrete sites and vectorised particles",
+    "slots of discrete sites and vectorized particles",
     "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
     _EXPAND,
 )

@@ -94,7 +94,7 @@ def elbo_estimate(
     """
     Return the plain ELBO and its gradient, averaged over the particles.
 
-    :param runs: one vectorised run, or one run per particle.
+    :param runs: one vectorized run, or one run per particle.
     :param costs: the costs of each run.
     :param coupled: for factors across whose plates latents meet, these plates.
     """

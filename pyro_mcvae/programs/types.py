@@ -93,7 +93,7 @@ class FactorKey(NamedTuple):
 
 # The plates around a site: their keys, and how they scale its log density.
 
-# The plate of the particles; the name that Pyro's own vectorised objectives give it.
+# The plate of the particles; the name that Pyro's own vectorized objectives give it.
 LEADING = "num_particles_vectorized"
 
 

@@ -115,7 +115,7 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
     if len(sample.blocks) != 1 or len(sample.blocks[0].dims) != len(sample.blocks[0].plates):
         raise ValueError(
             "persistent=True finds the chains of a datum by the indices of its plates, but the "
-            "programs have several separate plates of data, or sequential ones: use one vectorised "
+            "programs have several separate plates of data, or sequential ones: use one vectorized "
             "plate, pyro.plate('data', N, dim=-1), or persistent=False"
         )
     frames = sample.frames[0]
