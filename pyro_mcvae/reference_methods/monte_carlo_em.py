@@ -21,7 +21,6 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
-from pyro_mcvae.programs.progress import with_progress
 from pyro_mcvae.programs.run import Programs
 
 if TYPE_CHECKING:
@@ -213,8 +212,6 @@ class MonteCarloEM(ChainELBO):
         them, and ``"noise"`` otherwise.
     :param bool joint: move global latents together with local ones; without subsampled plates
         only.
-    :param progress: show a bar of a draw's transitions, as :func:`log_evidence` does; None for
-        draws of more than two seconds.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
@@ -260,7 +257,6 @@ class MonteCarloEM(ChainELBO):
         persistent: bool = False,
         coordinates: ChainCoordinates | None = None,
         joint: bool = False,
-        progress: bool | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         check_options(type(self), options)
@@ -268,7 +264,6 @@ class MonteCarloEM(ChainELBO):
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
-        check_flag("progress", progress, or_none=True)
         if kernel is None:
             kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
         if coordinates is None:
@@ -284,7 +279,7 @@ class MonteCarloEM(ChainELBO):
             joint,
             **options,
         )
-        self.updates_per_draw, self.progress = updates_per_draw, progress
+        self.updates_per_draw = updates_per_draw
         self.persistent = persistent
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
@@ -347,8 +342,7 @@ class MonteCarloEM(ChainELBO):
         target = Target(density, log_weight.new_ones(()), movable)
         state, infos = start, []
         with torch.no_grad():
-            steps = range(self.num_steps)
-            for _ in with_progress(steps, "posterior draw", self.progress, "transition"):
+            for _ in range(self.num_steps):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)
