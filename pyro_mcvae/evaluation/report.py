@@ -226,12 +226,12 @@ class Report:
     @property
     def _reliability(self) -> tuple[str, str]:
         """Return whether the evidence is known, and whether modes may be missed."""
-        known = "The evidence is known about as well as its error says."
-        modes = "Modes that the guide does not draw would not show."
+        known = "The evidence and its error can be trusted."
+        modes = "Modes that the guide misses would not be detected."
         if not self.checked_modes and not isinstance(self.prior, str):
             known = f"{known[:-1]}, if no mode is missed."
         if self.checked_modes:
-            modes = "Chains from the prior find no modes that the guide does not draw."
+            modes = "Chains from the prior find no modes that the guide misses."
         if self.misses:
             modes = "The guide misses a part of the posterior, such as a mode."
         if not self.trusted:
@@ -240,7 +240,7 @@ class Report:
             if not self.discrete:
                 more = f"chains (schedule={4 * steps or 10}) or {more}"
             known = (
-                f"The evidence is a lower bound, whose error may be many times what is shown; "
+                f"The evidence is a lower bound, and its error may be much larger than printed; "
                 f"{more} may come closer."
             )
         return known, modes
