@@ -282,6 +282,10 @@ def _check_data_plate(site: Site, structure: Structure, run: Run) -> None:
 Leaves = dict[tuple[str, int], Tensor]
 
 
+def _draw_nothing(*args: object, **kwargs: object) -> None:
+    """Draw nothing, in one function for all steps: analyses are kept by program."""
+
+
 class JointRuns:
     r"""
     :math:`\log p(x, z, w) - \log q(w)` of one step at any states z of its discrete sites.
@@ -310,7 +314,7 @@ class JointRuns:
         model = with_impossible_data(model)
         self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
         # Programs in which the model draws the discrete sites itself, with any dims.
-        self._plain = Programs(model, guide or (lambda *args, **kwargs: None), args, kwargs)
+        self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
         self.args, self.kwargs = args, kwargs
         draws = GuideDraws() if draws is None else draws
         self.subsamples = Minibatch(draws.subsamples)
