@@ -1,6 +1,6 @@
-"""Distributions of PyTorch and Pyro with wrong draws, gradients or log determinants, in numbers.
+"""Measure known faults of PyTorch and Pyro: wrong draws, gradients or log determinants.
 
-Losses of this package correct or refuse these; docs/migration.md lists them. Run it::
+docs/migration.md lists them, and what the losses of this package do in each case. Run it::
 
     python tutorials/upstream_faults.py
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def lkj(dim: int, count: int = 400_000) -> tuple[float, float]:
-    """The mean weight of draws with concentration 1.5 under concentration 1.0, which is 1."""
+    """Return the mean weight of draws with concentration 1.5 under concentration 1.0 (exact 1)."""
     q, p = (dist.LKJCholesky(dim, torch.tensor(c)) for c in (1.5, 1.0))
     z = q.sample((count,))
     return float((p.log_prob(z) - q.log_prob(z)).exp().mean()), 1.0
 
 
 def sine(count: int = 100_000) -> tuple[float, float]:
-    """The mean cosine of the first angle, by draws and by quadrature of the density."""
+    """Return the mean cosine of the first angle, by draws and by quadrature of the density."""
     concentrations = {
         "phi_concentration": torch.tensor(5.0),
         "psi_concentration": torch.tensor(3.0),
@@ -36,14 +36,14 @@ def sine(count: int = 100_000) -> tuple[float, float]:
 
 
 def coalescent(rate: float, count: int = 3000) -> tuple[float, float]:
-    """The mean time back to the first coalescence of three leaves, and the exact one."""
+    """Return the mean time to the first coalescence of three lineages, and the exact one."""
     fn = dist.CoalescentTimes(torch.zeros(3), rate=torch.tensor(rate))
     times = torch.stack([fn.sample() for _ in range(count)])
     return float(-times.max(-1).values.mean()), 1 / (3 * rate)
 
 
 def mixture(shared: bool, count: int = 1_400_000) -> tuple[float, float]:
-    """The derivative of E[z'Az] with respect to the first logit, through draws and exactly."""
+    """Return the derivative of E[z'Az] by the first logit, through draws and exactly."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -61,7 +61,7 @@ def mixture(shared: bool, count: int = 1_400_000) -> tuple[float, float]:
 
 
 def sylvester(dim: int = 5, tries: int = 20) -> tuple[float, float]:
-    """The largest error of the log determinant, over transforms with normal weights."""
+    """Return the largest error of the log determinant, over transforms with normal weights."""
     worst = 0.0
     for _ in range(tries):
         flow = dist.transforms.Sylvester(dim, count_transforms=1)
@@ -86,7 +86,7 @@ def main() -> None:
         "... SharedCovariance: gradient": mixture(True),
         "Sylvester, 5 dims: log determinant": sylvester(),
     }
-    print(f"{'':36} {'found':>7} {'exact':>7}")
+    print(f"{'':36} {'value':>7} {'exact':>7}")
     for name, (result, exact) in rows.items():
         print(f"{name:36} {result:7.3f} {exact:7.3f}")
 
