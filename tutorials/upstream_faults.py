@@ -1,4 +1,4 @@
-"""Measure known faults of PyTorch and Pyro: wrong draws, gradients or log determinants.
+"""Measure known faults of PyTorch and Pyro: distributions, and the ELBO of padded series.
 
 docs/migration.md lists them, and what the losses of this package do in each case. Run it::
 
@@ -10,6 +10,8 @@ import math
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 
@@ -74,6 +76,25 @@ def sylvester(dim: int = 5, tries: int = 20) -> tuple[float, float]:
     return worst, 0.0
 
 
+def padded(steps: int = 400) -> tuple[float, float]:
+    """The ELBO of two series, padded to two times, with an AutoNormal; and their log evidence."""
+    x, there = torch.tensor([[1.9, 0.3], [2.5, 0.0]]), torch.tensor([[True, True], [True, False]])
+
+    def model() -> None:
+        with pyro.plate("series", 2):
+            for t in range(2):
+                with pyro.poutine.mask(mask=there[t]):
+                    z = pyro.sample(f"z_{t}", dist.Normal(0.0, 1.0))
+                    pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=x[t])
+
+    guide = AutoNormal(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
+    for _ in range(steps):
+        svi.step()
+    elbo = -sum(svi.evaluate_loss() for _ in range(200)) / 200
+    return elbo, float(dist.Normal(0.0, 2**0.5).log_prob(x)[there].sum())
+
+
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
@@ -85,8 +106,9 @@ def main() -> None:
         "MixtureOfDiagNormals: gradient": mixture(False),
         "... SharedCovariance: gradient": mixture(True),
         "Sylvester, 5 dims: log determinant": sylvester(),
+        "Trace_ELBO, padded series": padded(),
     }
-    print(f"{'':36} {'value':>7} {'exact':>7}")
+    print(f"{'':36} {'result':>7} {'exact':>7}")
     for name, (result, exact) in rows.items():
         print(f"{name:36} {result:7.3f} {exact:7.3f}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from pyro import distributions as dist
@@ -36,7 +37,7 @@ from pyro_mcvae.programs.sites import (
     layers,
     with_mask,
 )
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.interventions import differing, other_value, reseeded
 
 # Latents that a mask removes from the model, but not from the guide.
@@ -88,17 +89,22 @@ def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
     return replace(programs, model=_WithGuideMask(counted)(programs.model)) if counted else programs
 
 
-def counted_only_by_guide(programs: Programs, run: Run) -> list[str]:
+def without_prior(programs: Programs, run: Run) -> frozenset[str]:
     """
-    Return latents with entries that only the guide counts, and on which no factor depends.
+    Return latents whose prior a mask of the model may remove, while the guide has no mask.
 
-    Their entropy is added to every bound, without a prior to limit it. See :func:`count_masked`.
+    No counted factor of the model depends on the removed entries. See :func:`count_masked`.
 
     :param run: an execution of the programs, with any leading dims.
     """
-    sites = run.model_trace.nodes.values()
-    if is_messenger(programs) or not _masked_latents(run) or any(map(is_transported, sites)):
-        return []
+    model = run.model_trace.nodes
+    names = [
+        name
+        for name, site in _latents(run).items()
+        if counted_values(site) is None and counted_values(model[name]) is not None
+    ]
+    if not names or is_messenger(programs) or any(map(is_transported, model.values())):
+        return frozenset()
     with probing(programs), torch.no_grad():
         substitutes = Substitutes(Minibatch(run.subsamples))
         leading = Leading(state_dim=run.state_dim)
@@ -106,8 +112,17 @@ def counted_only_by_guide(programs: Programs, run: Run) -> list[str]:
             replace(run, guide_trace=g, model_trace=m, terms=terms_of(g, m, run.state_dim))
             for g, m in (run_pair(programs, substitutes, leading) for _ in range(2))
         )
-        names = [*_masked_latents(first)]
-        return [n for n in names if _is_unread(first, _redrawn(programs, first, other, n))]
+        removed = _masked_latents(first)  # on another minibatch it may be others
+        return frozenset(
+            name
+            for name in names
+            if name not in removed or _is_unread(first, _redrawn(programs, first, other, name))
+        )
+
+
+def with_priors(model: Program, names: frozenset[str]) -> Program:
+    """Return the model with the prior of all entries of these latents."""
+    return cast("Program", _WithGuideMask(dict.fromkeys(names))(model))
 
 
 def transported(programs: Programs, run: Run, other: Run) -> frozenset[str]:

@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -24,7 +24,7 @@ from pyro_mcvae.checks.faults import (
     common_scale,
     scaled_latents,
 )
-from pyro_mcvae.checks.masks import check_unweighed, counted_only_by_guide
+from pyro_mcvae.checks.masks import check_unweighed, with_priors, without_prior
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
 from pyro_mcvae.ops.tensors import (
     after_backward,
@@ -36,6 +36,7 @@ from pyro_mcvae.ops.tensors import (
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import LossModule, nonfinite_sites, single_run
+from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     casts_with_gradients,
@@ -256,17 +257,14 @@ _logger = logging.getLogger(__name__)
 
 Weighs = Callable[[Site], bool]
 
+# Latents whose prior the model counts although a mask removes it.
+_COUNTED = ("counted",)
+
 
 _BASELINE = (
     "infer={'baseline': ...} of the guide's site '%s' is for pyro.infer.TraceGraph_ELBO, and has "
     "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
     "NVIL(network)"
-)
-_UNLIMITED = (
-    "a mask takes entries of latent '%s' out of the model's density and not of the guide's, so "
-    "that their entropy counts and no prior limits it: the objective is no bound on log p(x), and "
-    "rises as long as the guide trains. Put the same poutine.mask around the site in the guide "
-    "(~mask for x_unobserved of obs_mask=mask), or mask the observations alone"
 )
 _POINTS = (
     "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
@@ -355,8 +353,6 @@ class ModelWarnings:
                 self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
-        for name in (n for run in runs for n in counted_only_by_guide(programs, run)):
-            self._warn(_UNLIMITED % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)
@@ -580,9 +576,39 @@ class MonteCarloELBO(FixedOptions, ELBO):
         Return the value and surrogate of one step; without gradients the surrogate needs no graph.
         """
 
+    def _counted(self, programs: Programs) -> tuple[Programs, Estimate]:
+        """
+        Return the estimate and its programs.
+
+        If a mask removes entries of a latent from the model but not from the guide, as in padded
+        series with an AutoGuide, the model counts their prior. This does not change the evidence,
+        and otherwise nothing would limit the guide's entropy.
+        """
+        names, model = self.sampler.analyses.of(programs).get(_COUNTED, (None, None))
+        if names is None:
+            return self._first_counted(programs)
+        if names:
+            programs = replace(programs, model=model)
+        return programs, self.estimate(programs)
+
+    def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
+        """Find the latents whose prior the model counts; the step is repeated if there are some."""
+        analysis = self.sampler.analyses.of(programs)
+        with rewindable(True) as rewind:
+            estimate = self.estimate(programs)
+            names = without_prior(programs, estimate.runs[0])
+            before, model = analysis.before(_COUNTED, (names, None))
+            if names and (model is None or names != before):
+                model = with_priors(programs.model, names)
+            analysis.put(_COUNTED, (names, model))
+            if not names:
+                return programs, estimate
+            rewind()
+            return self._counted(programs)
+
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
-            estimate = self.estimate(programs)
+            programs, estimate = self._counted(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
         self._warnings.check(programs, estimate.runs, self._weighs)
@@ -708,7 +734,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         with torch.no_grad():
             programs = Programs(model, guide, args, kwargs)
-            make_bounds = self.estimate(programs).bounds
+            programs, estimate = self._counted(programs)
+            make_bounds = estimate.bounds
             if make_bounds is None:
                 raise NotImplementedError(
                     f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), "

@@ -306,7 +306,8 @@ class Recorder(Messenger):
         if site_is_subsample(msg):
             self._substitutes.subsamples.fill(msg, bool(self._drawn))
         elif msg["type"] == "sample":
-            check_options(msg, self._drawn.get(msg["name"]), self._in_model)
+            if "mcvae" in msg["infer"]:
+                check_options(msg, self._drawn.get(msg["name"]), self._in_model)
             site_in_full_precision(msg)
             if not msg["is_observed"]:
                 self._set_value(msg)
