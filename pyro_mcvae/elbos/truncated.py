@@ -146,7 +146,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
 _REMEDY = (
     "Where no state of a datum that is kept makes it possible: search before the first step "
-    "(guide.fit(..., num_steps=100)), or let the search begin elsewhere (proposals=)."
+    "(guide.fit(..., num_steps=100)), or let it draw from the model (prior_draws=)."
 )
 
 
@@ -161,7 +161,7 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     """
     count = guide.evolution.num_evaluations if guide.training else 0
     read = costs_nothing_to_read(runs.layouts.prior_draws)
-    return guide.proposals is None and read and 2 * count <= guide.num_states
+    return not guide.prior_draws and read and 2 * count <= guide.num_states
 
 
 def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:

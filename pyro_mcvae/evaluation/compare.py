@@ -1,4 +1,4 @@
-"""Train one model with several losses, and evaluate all by one estimator."""
+"""Compare losses of one model, and models of the same data, by one estimator of the evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,9 +25,9 @@ from pyro_mcvae.evaluation.evidence import (
     filled,
     fraction,
     guide_and_chains,
+    has_light_tail,
     number,
     table,
-    weights_of,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
@@ -36,24 +35,19 @@ from pyro_mcvae.evaluation.options import (
     as_arguments,
     check_call,
     check_function,
-    prepare,
+    make_options,
+    make_programs,
 )
+from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
-from pyro_mcvae.training.checkpoint import (
-    ModulePart,
-    ParamStorePart,
-    Part,
-    Undo,
-    rng_state,
-    set_rng_state,
-)
+from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -72,7 +66,7 @@ _ALIKE = 0.1
 _POINTS = 200
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainedCopy:
     """
     The results of one loss in :func:`compare`.
@@ -114,14 +108,14 @@ class Comparison(dict[str, TrainedCopy]):
     What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
 
     :param copies: the results of each loss.
-    :param values: of the programs.
+    :param parts: what training changes: the programs' modules, and the parameter store.
     :param bool learns: whether the model has parameters; if not, all have one evidence.
     """
 
-    def __init__(self, copies: dict[str, TrainedCopy], values: _Values, learns: bool) -> None:
+    def __init__(self, copies: dict[str, TrainedCopy], parts: list[Part], learns: bool) -> None:
         super().__init__(copies)
         self.learns = learns
-        self._values = values
+        self._parts = parts
         self._trained: dict[str, Undo] = {}
 
     def use(self, name: str) -> None:
@@ -132,7 +126,8 @@ class Comparison(dict[str, TrainedCopy]):
         """
         if name not in self._trained:
             raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
-        self._trained[name] = self._values.put(self._trained[name])
+        self._trained[name]()
+        self._trained[name] = _remember(self._parts)
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
@@ -281,7 +276,7 @@ def compare(
     losses: Mapping[str, object],
     optim: PyroOptim | Mapping[str, PyroOptim],
     seconds: float | None = None,
-    num_steps: int | None = None,
+    num_steps: float | None = None,
     num_epochs: int | None = None,
     batches: Batches | None = None,
     to_args: Callable[..., object] | None = None,
@@ -344,7 +339,8 @@ def compare(
         (['ELBO', 'IWAE'], 200, False)
         >>> found.use(found.best[0])  # and go on with it
     """
-    programs, settings = prepare(compare, model, guide, args, model_kwargs, options)
+    settings = make_options("compare", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     pairs = _checked(losses, optim)
     budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
     _check_budget({name: value for name, value in budget.items() if value is not None})
@@ -357,33 +353,50 @@ def compare(
     checks = replace(settings, schedule=None, kernel=None, num_particles=check_particles)
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
-    limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
+    most = seconds or (_SECONDS if num_steps is None else math.inf)
+    num_steps = num_steps or math.inf
     # What the evaluation at the end refuses is refused before training.
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
-    with each_once(), _same_randomness(), Progress("comparing", settings.progress, "turn") as bar:
+    modules = find_modules(*programs.pair)
+    inner = {id(part) for module in modules for part in list(module.modules())[1:]}
+    parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
+    parts.append(ParamStorePart({}))
+
+    def new_svi(loss: Any, optim: PyroOptim) -> SVI:
+        return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
+
+    with each_once(), restored(()), Progress("comparing", settings.progress, "turn") as bar:
         bar.expect((num_checks + 1) * len(pairs))
         pyro.set_rng_seed(seed)
-        with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
+        with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        comparison = Comparison({}, _Values(programs), learns)
-        start = comparison._values.swap()
+        comparison, start = Comparison({}, parts, learns), _remember(parts)
         try:
-            for name, (loss, one) in pairs.items():
+            for name, pair in pairs.items():
                 bar.describe(name)
-                _svi(first, one, loss).step(*first.args, **first.kwargs)
-                start = comparison._values.put(start)
+                new_svi(*pair).step(*first.args, **first.kwargs)
+                start()
+                start = _remember(parts)
                 pyro.set_rng_seed(seed)
-                run = _Run(data, _svi(first, one, loss))
-                for turn in range(num_checks + 1):
-                    run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
-                    run.check(programs, checks)
+                svi, stream = new_svi(*pair), itertools.chain.from_iterable(itertools.repeat(data))
+                with weights_of(programs, checks) as weights:
+                    untrained = estimate(weights, check_particles)
+                trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
+                bar.step()
+                for turn in range(num_checks):
+                    limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
+                    _train(trained, svi, stream, data, *limits)
+                    _check(trained, programs, checks)
                     bar.step()
-                comparison[name] = run.trained_copy(programs, settings)
-                comparison._trained[name] = comparison._values.swap()
-                start = comparison._values.put(start)
+                if not trained.failed:
+                    trained.guide, trained.evidence = guide_and_chains(programs, settings)
+                comparison[name] = trained
+                comparison._trained[name] = _remember(parts)
+                start()
+                start = _remember(parts)
         finally:
             start()
     return comparison
@@ -458,7 +471,7 @@ class _Data:
         """Return the number of batches in one pass; count them if they have no length."""
         if isinstance(self._batches, Sized):
             return len(self._batches)
-        with _same_randomness():
+        with restored(()):
             return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Programs]:
@@ -477,7 +490,7 @@ class _Data:
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:
             modules = find_modules(*programs.pair)
-            with _same_randomness(), torch.no_grad(), evaluation_modules(modules):
+            with restored(()), torch.no_grad(), evaluation_modules(modules):
                 sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
                 sample = sampler.sample(programs)
             shared = sample.structure.global_sites.guide
@@ -485,105 +498,266 @@ class _Data:
         return self._weights[key]
 
 
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Restore the random state afterwards."""
-    generators = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(generators)
+def _remember(parts: list[Part]) -> Undo:
+    """Return a function that sets the present values again, once; tensors stay the same objects."""
+    undos = [part.undo() for part in parts]
+
+    def put() -> None:
+        for undo in undos:
+            undo()
+
+    return put
 
 
-class _Values:
-    """
-    What training changes of a pair of programs: the parameter store, the programs' modules.
-
-    The tensors stay the same objects, so that optimizers and recordings go on knowing them.
-    """
-
-    def __init__(self, programs: Programs) -> None:
-        modules = find_modules(*programs.pair)
-        inner = {id(part) for module in modules for part in list(module.modules())[1:]}
-        self._parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
-        self._parts.append(ParamStorePart({}))
-
-    def swap(self) -> Undo:
-        """Remember the present values; what it returns sets them again, once."""
-        undos = [part.undo() for part in self._parts]
-
-        def put() -> None:
-            for undo in undos:
-                undo()
-
-        return put
-
-    def put(self, values: Undo) -> Undo:
-        """Set remembered values, and remember them again."""
-        values()
-        return self.swap()
-
-
-class _Run:
-    """
-    Training by one loss, with what a :class:`.TrainedCopy` has.
-    """
-
-    def __init__(self, data: _Data, svi: SVI) -> None:
-        self._data, self._svi, self._epoch = data, svi, iter(data)
-        self.bounds: list[float] = []
-        self.times: list[float] = []
-        self.seconds, self.failed = 0.0, ""
-        self.curve: Curve = {}
-
-    def train(self, seconds: float, num_steps: float) -> None:
-        """Train until a time or a number of steps is reached."""
-        while self.seconds < seconds and len(self.bounds) < num_steps and not self.failed:
-            began = time.perf_counter()
-            programs = next(self._epoch, None)
-            if programs is None:
-                self._epoch = iter(self._data)
-                programs = next(self._epoch)
-            waited = time.perf_counter() - began
-            weights = self._data.weights(programs)
-            began = time.perf_counter()
-            try:
-                loss = float(self._svi.step(*programs.args, **programs.kwargs))
-            except (ValueError, RuntimeError) as error:
-                if not self.bounds:
-                    raise
-                self.failed = f"step {len(self.bounds) + 1}: {first_line(error)}"
-                # What an unfinished step left in tensors that the next one's step would add to.
-                zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
-                return
-            self.times.append(waited + time.perf_counter() - began)
-            self.seconds += self.times[-1]
-            self.bounds.append(-loss / weights)
-            if not math.isfinite(loss):
-                self.failed = f"step {len(self.bounds)}: the loss is {loss}"
-
-    def check(self, programs: Programs, options: Options) -> None:
-        """Estimate the evidence of this moment; of what failed there is none."""
-        step = len(self.bounds)
-        if self.failed or step in self.curve:
-            return
+def _train(
+    trained: TrainedCopy,
+    svi: SVI,
+    stream: Iterator[Programs],
+    data: _Data,
+    seconds: float,
+    num_steps: float,
+) -> None:
+    """Train until a time or a number of steps is reached."""
+    while trained.seconds < seconds and len(trained.bounds) < num_steps and not trained.failed:
+        began = time.perf_counter()
+        programs = next(stream)
+        waited = time.perf_counter() - began
+        weights = data.weights(programs)
+        began = time.perf_counter()
         try:
-            with weights_of(programs, options) as weights:
-                self.curve[step] = self.seconds, estimate(weights, options.num_particles)
+            loss = float(svi.step(*programs.args, **programs.kwargs))
         except (ValueError, RuntimeError) as error:
-            if not step:
+            if not trained.bounds:
                 raise
-            self.failed = f"step {step}: {first_line(error)}"
+            trained.failed = f"step {len(trained.bounds) + 1}: {first_line(error)}"
+            # What an unfinished step left in tensors that the next one's step would add to.
+            zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
+            return
+        trained.times.append(waited + time.perf_counter() - began)
+        trained.seconds += trained.times[-1]
+        trained.bounds.append(-loss / weights)
+        if not math.isfinite(loss):
+            trained.failed = f"step {len(trained.bounds)}: the loss is {loss}"
 
-    def trained_copy(self, programs: Programs, options: Options) -> TrainedCopy:
-        """Evaluate at the end; of what failed it is the last one on the way."""
-        guide = evidence = next(reversed(self.curve.values()))[1]
-        if not self.failed:
-            guide, evidence = guide_and_chains(programs, options)
-        return TrainedCopy(
-            self.bounds, self.seconds, self.times, self.curve, guide, evidence, self.failed
+
+def _check(trained: TrainedCopy, programs: Programs, options: Options) -> None:
+    """Estimate the evidence of this moment; of what failed there is none."""
+    step = len(trained.bounds)
+    if trained.failed or step in trained.curve:
+        return
+    try:
+        with weights_of(programs, options) as weights:
+            evidence = estimate(weights, options.num_particles)
+    except (ValueError, RuntimeError) as error:
+        trained.failed = f"step {step}: {first_line(error)}"
+        return
+    trained.curve[step] = trained.seconds, evidence
+    trained.guide = trained.evidence = evidence
+
+
+# Models compared by their log evidence of the same data.
+
+# Share of the weights whose k-hat may be too high, so that chance alone explains it.
+_FEW = 0.05
+
+
+class ModelComparison(dict[str, LogEvidence]):
+    """
+    What :func:`compare_models` found, whose example shows one: a :class:`.LogEvidence` by name, the
+    highest first.
+    """
+
+    def difference(self, name: str, other: str) -> tuple[float, float]:
+        """
+        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        """
+        one, two = self[name], self[other]
+        error = torch.hypot(one.total_standard_error, two.total_standard_error)
+        return float(one.total - two.total), float(error)
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """
+        Return the posterior probabilities of the models under equal prior probabilities. They use
+        the estimated evidences, so they are meaningless where models are :attr:`doubtful`.
+        """
+        totals = torch.stack([e.total.double() for e in self.values()])
+        return dict(zip(self, totals.softmax(0).tolist(), strict=True))
+
+    @property
+    def doubtful(self) -> list[str]:
+        r"""
+        Models whose :math:`\hat k` is above 0.7 somewhere, or within two of its errors for more
+        than a twentieth of the weights; and those with exchangeable components whose labellings
+        overlap: their evidence is underestimated, or may be.
+        """
+        return [
+            n
+            for n, e in self.items()
+            if bool(e.unreliable.any())
+            or fraction(~has_light_tail(e, 0.7)) > _FEW
+            or (e.labellings is not None and e.labellings.added is None)
+        ]
+
+    @property
+    def best(self) -> list[str]:
+        """
+        Return the model with the highest evidence, and all that may be as good: within two standard
+        errors, or doubtful, since estimates with heavy tails are too low.
+        """
+        close, doubtful = self._close, self.doubtful
+        return [n for n in self if n in close or n in doubtful]
+
+    @property
+    def _close(self) -> list[str]:
+        """Return the highest, and those within two standard errors of it."""
+        differences = {n: self.difference(next(iter(self)), n) for n in self}
+        return [n for n, (below, error) in differences.items() if below <= _ERRORS * error]
+
+    @property
+    def verdict(self) -> str:
+        """Return which model the data favour and how reliable that is, in a few sentences."""
+        top, doubtful = next(iter(self)), self.doubtful
+        close, doubtful_others = self._close, [n for n in doubtful if n != top]
+        said = []
+        if len(close) > 1:
+            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+        elif not doubtful_others:
+            said.append(f"{top} has the highest evidence.")
+        if doubtful:
+            said.append(
+                f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
+                f"within its error; or labellings that are not drawn)"
+                f"{', and may be the highest' if doubtful_others else ''}. Longer annealed chains "
+                f"(schedule=), more draws or a better guide come closer."
+            )
+        said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
+        return " ".join(said)
+
+    def __str__(self) -> str:
+        top = next(iter(self))
+        rows = [["model", "log evidence", f"below {top}", "probability", "largest k"]]
+        for name, evidence in self.items():
+            rows.append(
+                [
+                    name,
+                    number(float(evidence.total), float(evidence.total_standard_error)),
+                    "" if name == top else number(*self.difference(top, name)),
+                    "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
+                    f"{float(evidence.pareto_k.max()):.2f}",
+                ]
+            )
+        return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
+
+
+def compare_models(
+    models: Mapping[str, tuple[Any, ...]],
+    *args: object,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
+) -> ModelComparison:
+    r"""
+    Compare models of the same data by their evidence: log Bayes factors with errors.
+
+    .. math:: \log \frac{p(x \mid A)}{p(x \mid B)} = \log p_A(x) - \log p_B(x)
+
+    Each model's evidence is estimated with its own guide, as :func:`log_evidence` does it: by
+    importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
+    where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
+    never said to be worse. Parameters of a model that were fitted to the same data favour the
+    larger model; let them be latent, with priors, or evaluate on held-out data. Models with
+    exchangeable components, as mixtures, have K! equal modes, all of which count; see
+    :class:`Labellings`.
+
+    Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
+    call ``pyro.clear_param_store()`` before each is trained. Each is then evaluated with its own;
+    a warning names parameters that two of them share.
+
+    For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
+
+    :param models: by name ``(model, guide)``; or ``(model, guide, args)``, with a tuple of the
+        arguments of this pair, in place of ``args``.
+    :param args: the programs' arguments.
+    :param model_kwargs: their keyword arguments, in a dict.
+    :param options: as in :func:`log_evidence`.
+    :returns: a :class:`.ModelComparison`, to print.
+    :raises ValueError: for what is no such dict; for subsampled plates; and as
+        :func:`log_evidence`.
+
+    Example::
+
+        >>> def make(scale):
+        ...     def model(x):
+        ...         z = pyro.sample("z", dist.Normal(0.0, scale))
+        ...         with pyro.plate("data", len(x)):
+        ...             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        ...     def guide(x):
+        ...         precision = len(x) + scale**-2
+        ...         pyro.sample("z", dist.Normal(x.sum() / precision, 1.2 * precision**-0.5))
+        ...     return model, guide
+        >>> x = torch.full((20,), 2.0)
+        >>> found = compare_models({"narrow": make(0.1), "wide": make(3.0)}, x, seed=0)
+        >>> print(found.verdict)
+        wide has the highest evidence.
+        >>> value, error = found.difference("wide", "narrow")
+        >>> bool(abs(value - 30.6) < 0.1)
+        True
+    """
+    settings = make_options("compare_models", options)
+    pairs = _pairs(models, args, model_kwargs)
+    evidences = {}
+    with each_once(), Progress("models", settings.progress, "model") as bar:
+        bar.expect(len(pairs))
+        for name, programs in pairs.items():
+            bar.describe(name)
+            evidences[name] = guide_and_chains(programs, settings)[1]
+            bar.step()
+    _check_alike(evidences)
+    return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
+
+
+def _pairs(
+    models: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None
+) -> dict[str, Programs]:
+    if not isinstance(models, Mapping) or len(models) < 2:
+        raise ValueError(
+            f"models must be a dict of two pairs or more by name, such as "
+            f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
         )
+    programs = {}
+    for name, pair in models.items():
+        if not isinstance(name, str):
+            raise ValueError(f"models must have strings for names, got {name!r}")
+        if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+            raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
+        model, guide, model_args = pair if len(pair) == 3 else (*pair, args)
+        if not isinstance(model_args, tuple):
+            raise ValueError(
+                f"the arguments in models[{name!r}] must be a tuple, got {model_args!r}"
+            )
+        programs[name] = make_programs(model, guide, model_args, kwargs)
+    return programs
 
 
-def _svi(programs: Programs, optim: PyroOptim, loss: Any) -> SVI:
-    return SVI(programs.model, programs.guide, copy.deepcopy(optim), copy.deepcopy(loss))
+def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
+    """
+    Check that all evidences are of the same data.
+
+    :raises ValueError: for evidences that are of other things.
+    """
+    for name, evidence in evidences.items():
+        if evidence.fixed_latents:
+            raise ValueError(
+                f"the evidence of {name!r} is conditional on {', '.join(evidence.fixed_latents)}, "
+                f"which the guide holds, and does not compare with others: let the guide draw "
+                f"them, and leave joint=False out"
+            )
+        if bool((torch.as_tensor(evidence.scale) != 1).any()):
+            raise ValueError(
+                f"the evidence of {name!r} is that of a minibatch times N/B: which data it holds "
+                f"is in no error, and every model that draws one has its own. Pass all data, in "
+                f"plates that are not subsampled; or take log_evidence_loader(...).total for each "
+                f"model"
+            )
+        if not math.isfinite(float(evidence.total)):
+            raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

@@ -5,33 +5,30 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import (
-    Annealing,
     Options,
     as_arguments,
     check_call,
     check_function,
     evaluation_mode,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights, WeightSummary
-from pyro_mcvae.ops.checks import check_flag, each_once
+from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
 from pyro_mcvae.programs.progress import Progress, with_progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 # Numbers with errors, and tables of them, as text.
 
@@ -109,7 +106,7 @@ class LogEvidence:
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
         0.3 two standard errors hold less often than 95 % of the time (measured with 1,000 draws: 83
         % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for weights without a tail, and NaN for
-        20 particles or less and for the states of a :class:`TruncatedPosterior`.
+        20 particles or less.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: the number of weights of each datum, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
@@ -309,8 +306,8 @@ def log_evidence(
       factor of the model depends on them. The evidence is then that of the observed entries.
       Training objectives use the masks as they are, as Pyro's do, and are then no bounds.
     * **If all latents are summed** and the guide draws nothing, the evidence is exact.
-    * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
-      Pareto k is not known (NaN) unless all states are kept.
+    * **A TruncatedPosterior** raises an error: its bound on log p(x), exact on its states, is
+      ``guide.posterior(x).free_energy``.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a separate stream and leaves
       the generators unchanged. Results depend on the chunk size through the draws.
 
@@ -318,8 +315,7 @@ def log_evidence(
     :param guide: its guide.
     :param args: their arguments.
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
-    :param model_kwargs: all keyword arguments of model and guide, in a dict, for the case that one
-        of theirs has the name of an option. By default they are the keywords that are no options.
+    :param model_kwargs: the keyword arguments of model and guide, in a dict.
     :param options: what all evaluators take:
 
         * ``num_particles=1000``: how many weights each datum has, K.
@@ -368,58 +364,11 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
-    programs, settings = prepare(log_evidence, model, guide, args, model_kwargs, options)
+    settings = make_options("log_evidence", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     check_flag("keep_log_weight", keep_log_weight)
     with weights_of(programs, settings, settings.annealing()) as weights:
         return estimate(weights, settings.num_particles, keep_log_weight)
-
-
-@contextmanager
-def weights_of(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """Yield the weights of a model and guide, or of their chains."""
-    with (
-        each_once(),
-        evaluation_mode(programs.model, programs.guide, seed=options.seed),
-        outside_inference_mode(programs) as programs,
-        Progress("evaluating", options.progress, "particle") as progress,
-        torch.no_grad(),
-    ):
-        yield _make_weights(programs, options, annealing, progress)
-
-
-def _make_weights(
-    programs: Programs,
-    options: Options,
-    annealing: Annealing | None = None,
-    progress: Progress | None = None,
-) -> ImportanceSampler:
-    """Make the weights of a model and guide in evaluation mode."""
-    progress = progress or Progress("evaluating", show=False)
-    if not isinstance(poutine.unwrap(programs.guide), TruncatedPosterior):
-        return ImportanceSampler(programs, options, progress, annealing)
-    weights = StateWeights(programs, options, progress)
-    return weights if annealing is None else weights.annealed(annealing)
-
-
-@contextmanager
-def importance_sampler(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """
-    Yield the weights for evaluators that move draws of the guide.
-
-    :raises ValueError: for a guide of states.
-    """
-    with weights_of(programs, options, annealing) as weights:
-        if isinstance(weights, StateWeights):
-            raise ValueError(
-                "the latents of a TruncatedPosterior are discrete, and chains would move them: "
-                "evaluate it by log_evidence or report; guide.posterior(...) has draws, marginals "
-                "and modes of its states"
-            )
-        yield weights
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
@@ -441,29 +390,33 @@ def estimate(
     all_labellings: bool = True,
 ) -> LogEvidence:
     """
-    Estimate the evidence by the weights of an importance sampler, its chains, or states.
+    Estimate the evidence by the weights of an importance sampler, or of its chains.
 
     :param all_labellings: add what other labellings of exchangeable components add.
     """
     summary, log_weights, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
-        log_weight, runs, rates = weights.weigh(count)
+        if weights.annealing is None:
+            sample = weights.draw(count)
+            log_weight, runs = sample.log_weight, sample.runs
+        else:
+            chain, density = weights.chain(count)
+            log_weight, runs = chain.log_weight, density.runs
+            if chain.infos:
+                rates = torch.stack([info.acceptance.mean() for info in chain.infos])
+                acceptance.append(count * rates)
         weights.check(log_weight, runs)
         summary.add(log_weight)
-        if rates is not None:
-            acceptance.append(count * rates)
         if keep_log_weight:
             log_weights.append(log_weight)
-    bound, annealing = weights.bound(summary), weights.annealing
-    labellings = None
-    if all_labellings and not isinstance(weights, StateWeights):
-        labellings = find_labellings(weights, num_particles)
+    annealing, bound = weights.annealing, summary.mean_log.to(weights.reference.log_weight.dtype)
+    labellings = find_labellings(weights, num_particles) if all_labellings else None
     added = 0.0 if labellings is None else labellings.added or 0.0
     return LogEvidence(
         (summary.log_mean + added).to(bound.dtype),
         summary.standard_error.to(bound.dtype),
         summary.effective_sample_size.to(bound.dtype),
-        weights.pareto_k(summary).to(bound.dtype),
+        summary.pareto_k.to(bound.dtype),
         bound,
         summary.count,
         weights.reference.plate_names,
@@ -521,7 +474,7 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    settings = Options(**options)
+    settings = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
@@ -535,7 +488,8 @@ def log_evidence_loader(
             with outside_inference_mode(programs) as programs:
                 if annealing is not None:
                     annealing.whitening = None  # that of another posterior
-                weights = _make_weights(programs, settings, annealing)
+                no_bar = Progress("evaluating", show=False)
+                weights = ImportanceSampler(programs, settings, no_bar, annealing)
                 _check_batches(weights)
                 evidences.append(estimate(weights, settings.num_particles, keep_log_weight))
     if not evidences:

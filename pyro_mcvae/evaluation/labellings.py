@@ -8,24 +8,23 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.draws import site_values
+from pyro_mcvae.evaluation.refine import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import FactorKey, Message, Site, first_line, plate_frames, plate_key
 from pyro_mcvae.structure import provenance
-from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 _logger = logging.getLogger(__name__)
 
@@ -42,17 +41,8 @@ _SEPARATE, _BOTH = 0.99, 0.55
 # What is permuted: dims of sites, from the right; or, where the dim is None, the values of a
 # discrete site, or several sites of one form.
 Axis = tuple[tuple[tuple[str, ...], int | None], ...]
-
-
-class Group(NamedTuple):
-    """Entries of an axis that can be permuted without changing any density of the model."""
-
-    axis: Axis
-    entries: tuple[int, ...]
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for names, _ in self.axis for name in names))
+# Entries of an axis that can be permuted without changing any density of the model.
+Group = tuple[Axis, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -102,25 +92,14 @@ def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labelling
     :param num_particles: the number of weights of the evidence, a limit of the work.
     :returns: None without exchangeable components, and if the guide draws all labellings equally.
     """
-    generators = rng_state()
     try:
-        with warnings.catch_warnings():
+        with restored(sampler.programs.owners), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _Search(sampler, num_particles).labellings()
     except Exception as error:
         # A program does not run at given latents; the evidence stands without.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
         return None
-    finally:
-        set_rng_state(generators)
-
-
-class _Densities(NamedTuple):
-    """Of the latents of each row, ``[rows, *plates]``; ``size`` is the sum of the terms' sizes."""
-
-    joint: Tensor
-    guide: Tensor
-    size: Tensor
 
 
 class _Search:
@@ -156,10 +135,11 @@ class _Search:
         ]
         if not groups:
             return None
-        result = Labellings(tuple(g.sites for g in groups), tuple(len(g.entries) for g in groups))
+        sites = tuple(tuple(dict.fromkeys(n for ns, _ in axis for n in ns)) for axis, _ in groups)
+        result = Labellings(sites, tuple(len(entries) for _, entries in groups))
         if self.tester is not self.sampler:
             return result
-        swaps = [(g.axis, pair) for g in groups for pair in itertools.combinations(g.entries, 2)]
+        swaps = [(axis, pair) for axis, e in groups for pair in itertools.combinations(e, 2)]
         count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(swaps)))
         drawn = self.sampler.draw(count)
         relative_density = self._relative_density(self._values(drawn), swaps)
@@ -170,7 +150,7 @@ class _Search:
             # Chains that reach other labellings by themselves weigh these, too.
             ends, weights = self._ends()
             separate = _are_separate(self._relative_density(self._values(ends), swaps), weights)
-        return Labellings(result.sites, result.sizes, result.log_count if separate else None)
+        return replace(result, added=result.log_count if separate else None)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
         """
@@ -209,13 +189,16 @@ class _Search:
         subsets = (itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
         for chosen in itertools.chain.from_iterable(subsets):
             axis = tuple(itertools.chain.from_iterable(chosen))
-            if any(set(axis) & set(group.axis) for group in groups):
+            if any(set(axis) & set(other) for other, _ in groups):
                 continue
             # A few pairs tell whether any may be exchanged, where there are many.
             few = pairs[:: max(1, len(pairs) // _SMALL)]
             if any(self._invariant(draws, axis, few)):
-                same = self._invariant(draws, axis, pairs)
-                groups += [Group(axis, e) for e in _classes(size, itertools.compress(pairs, same))]
+                label = list(range(size))  # of the entries that are exchanged with each other
+                for i, j in itertools.compress(pairs, self._invariant(draws, axis, pairs)):
+                    label = [label[i] if k == label[j] else k for k in label]
+                classes = (tuple(i for i in range(size) if label[i] == k) for k in range(size))
+                groups += [(axis, entries) for entries in classes if len(entries) > 1]
         return groups
 
     def _invariant(
@@ -228,14 +211,13 @@ class _Search:
         self._evaluations_left -= _DRAWS * (1 + len(pairs))
         if self._evaluations_left < 0:
             return [False] * len(pairs)
-        before = self._densities(draws)
+        before, _, size = self._densities(draws)
         moved = [_exchanged(draws, axis, pair) for pair in pairs]
-        after = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
+        after, _, _ = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
         invariant = []
-        for latents, joint in zip(moved, after.joint.split(_DRAWS), strict=True):
+        for latents, joint in zip(moved, after.split(_DRAWS), strict=True):
             moves = [(latents[n] != v).reshape(len(v), -1).any(1) for n, v in draws.items()]
-            rounding = _ROUNDING * torch.finfo(before.size.dtype).eps * before.size
-            same = (joint - before.joint).abs() <= rounding
+            same = (joint - before).abs() <= _ROUNDING * torch.finfo(size.dtype).eps * size
             invariant.append(bool(same.all() and torch.stack(moves).any(0).all()))
         return invariant
 
@@ -246,8 +228,8 @@ class _Search:
         Return q(z) / (q(z) + q(z')) of the guide, with two entries of z exchanged in z', for each
         pair of entries: shape ``[pairs, rows, *plates]``.
         """
-        at = self._densities(latents).guide
-        exchanged = [self._densities(_exchanged(latents, *swap)).guide for swap in swaps]
+        _, at, _ = self._densities(latents)
+        exchanged = [self._densities(_exchanged(latents, *swap))[1] for swap in swaps]
         return (at - torch.stack(exchanged)).sigmoid()
 
     def _ends(self) -> tuple[WeightedParticles, Tensor]:
@@ -261,7 +243,11 @@ class _Search:
     def _values(self, sample: WeightedParticles) -> dict[str, Tensor]:
         return {name: site_values(sample, name, site) for name, site in self.sites.items()}
 
-    def _densities(self, latents: Mapping[str, Tensor]) -> _Densities:
+    def _densities(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """
+        Return the joint and the guide's log density of each row of latents, ``[rows, *plates]``,
+        and the sum of the sizes of the joint's terms.
+        """
         values = guide_values(self.tester.programs, self.tester.reference, dict(latents))
         count = len(next(iter(values.values())))
         parts = []
@@ -271,7 +257,7 @@ class _Search:
             joint = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
             size = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob.abs())
             parts.append((joint, joint - sample.log_weight, size))
-        return _Densities(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def _are_separate(relative_density: Tensor, log_weight: Tensor) -> bool:
@@ -328,15 +314,6 @@ def _exchanged(
             index[[i, j]] = index[[j, i]]
             exchanged[name] = value.index_select(dim, index)
     return exchanged
-
-
-def _classes(size: int, linked: Iterator[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Return the sets of entries that can be exchanged with each other."""
-    label = list(range(size))
-    for i, j in linked:
-        label = [label[i] if k == label[j] else k for k in label]
-    classes = (tuple(i for i in range(size) if label[i] == k) for k in sorted(set(label)))
-    return [entries for entries in classes if len(entries) > 1]
 
 
 def guide_values(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import pyro
 import torch
@@ -29,11 +28,10 @@ from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 # Evaluation leaves no trace: modes, parameters, buffers and random streams stay as they are.
 
@@ -41,7 +39,6 @@ from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 _TABLES = "_params", "_param_to_name", "_constraints"
 # By parameter, the modules that hold it, each with the parameter's name.
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_REMEDY = "call pyro.clear_param_store() before each of them is made and trained"
 
 
 @contextmanager
@@ -66,76 +63,40 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     # at the first.
     tables = [getattr(store, name) for name in _TABLES]
     before = [dict(table) for table in tables]
-    generators = rng_state() if seed is not None else None
-    try:
-        for name, parameter in _own_parameters(*programs).items():
-            if name in store and store._params[name] is not parameter.value:
-                del store[name]  # another module's
-            _warn_of_shared(name, parameter)
-        with evaluation_modules(roots):
+    with rewindable(seed is not None) as rewind, evaluation_modules(roots):
+        try:
+            for name, value in _own_parameters(roots):
+                if name in store and store._params[name] is not value:
+                    del store[name]  # another module's
             if seed is not None:
                 pyro.set_rng_seed(seed)
             yield
-    finally:
-        for table, before_table in zip(tables, before, strict=True):
-            table.clear()
-            table.update(before_table)
-        if generators is not None:
-            set_rng_state(generators)
+        finally:
+            for table, before_table in zip(tables, before, strict=True):
+                table.clear()
+                table.update(before_table)
+            rewind()
 
 
-def check_separate_parameters(pairs: Mapping[str, Programs]) -> None:
-    """
-    Check that no two modules of different pairs have the same tensor by the same name: the later
-    module would have taken it from the store and trained it.
-
-    :raises ValueError: where two modules of different pairs hold the same tensor by the same name:
-        the later one has taken it out of the store, and trained it.
-    """
-    parameters = {name: _own_parameters(*programs.pair) for name, programs in pairs.items()}
-    for (one, mine), (two, theirs) in itertools.combinations(parameters.items(), 2):
-        for name in sorted(mine.keys() & theirs.keys()):
-            a, b = mine[name], theirs[name]
-            if a.module is not b.module and a.value is b.value:
-                raise ValueError(
-                    f"parameter '{name}' is one and the same in modules of {one!r} and of {two!r}: "
-                    f"Pyro's parameter store knows parameters by name, and gave those of the first "
-                    f"to the second: {_REMEDY}"
+def _own_parameters(roots: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of PyroModules by name; warn of those that another module holds."""
+    for module in (m for root in roots for m in root.modules()):
+        if not isinstance(module, PyroModule) or not module._pyro_context.used:
+            continue
+        for parameter in module._pyro_params:
+            name = module._pyro_get_fullname(parameter)
+            value = getattr(module, f"{parameter}_unconstrained")
+            holders = _HOLDERS.setdefault(value, weakref.WeakKeyDictionary())
+            if any(known == name and other is not module for other, known in holders.items()):
+                warnings.warn(
+                    f"parameter '{name}' of {type(module).__name__} is one and the same in "
+                    f"another module: Pyro's parameter store knows parameters by name, and gave "
+                    f"those of the first to the second. What is evaluated is what was trained "
+                    f"last: call pyro.clear_param_store() before each of them is made and trained",
+                    stacklevel=6,
                 )
-
-
-class _OwnParameter(NamedTuple):
-    """A parameter that a module holds itself."""
-
-    module: PyroModule
-    value: Tensor
-
-
-def _own_parameters(*programs: Program) -> dict[str, _OwnParameter]:
-    """Return, by name in the store, the parameters of PyroModules."""
-    parameters = {}
-    for module in (m for root in find_modules(*programs) for m in root.modules()):
-        if isinstance(module, PyroModule) and module._pyro_context.used:
-            for parameter in module._pyro_params:
-                name = module._pyro_get_fullname(parameter)
-                entry = parameters[name] = _OwnParameter(
-                    module, getattr(module, f"{parameter}_unconstrained")
-                )
-                _HOLDERS.setdefault(entry.value, weakref.WeakKeyDictionary())[module] = name
-    return parameters
-
-
-def _warn_of_shared(name: str, parameter: _OwnParameter) -> None:
-    """Warn of a parameter that another module, seen before, has by the same name."""
-    holders = _HOLDERS.get(parameter.value, {})
-    if any(known == name and module is not parameter.module for module, known in holders.items()):
-        warnings.warn(
-            f"parameter '{name}' of {type(parameter.module).__name__} is one and the same in "
-            f"another module: Pyro's parameter store knows parameters by name, and gave "
-            f"those of the first to the second. What is evaluated is what was trained "
-            f"last: {_REMEDY}",
-            stacklevel=7,
-        )
+            holders[module] = name
+            yield name, value
 
 
 def _check_seed(seed: int | None) -> None:
@@ -198,14 +159,14 @@ class Annealing:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: Kernel | None,
         schedule: Schedule,
         coordinates: EvaluatorCoordinates,
         warmup: int,
         without: str,
     ) -> None:
         with torch.inference_mode(False):  # a step size that adapts is changed in place
-            self.kernel = copy.deepcopy(kernel)
+            self.kernel = HMC() if kernel is None else copy.deepcopy(kernel)
             self.betas = schedule().detach().clone()
         self.whitens = coordinates == "whitened"
         self.coordinates: Coordinates = "noise" if coordinates == "whitened" else coordinates
@@ -259,45 +220,10 @@ class Annealing:
         self.kernel.eval()
 
 
-def make_annealing(
-    schedule: Schedule | Tensor | int | None,
-    kernel: Kernel | None,
-    coordinates: EvaluatorCoordinates,
-    warmup: int,
-    without: str = LEAVE_OUT,
-) -> Annealing | None:
-    """
-    Make an :class:`Annealing` of the user's options; None if there are none.
-
-    :param str without: as in :class:`Annealing`.
-    :raises ValueError: for what is no kernel or schedule.
-    """
-    if kernel is not None and not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
-    if coordinates not in get_args(EvaluatorCoordinates):
-        raise ValueError(
-            f"coordinates must be 'noise', 'latent' or 'whitened', got {coordinates!r}"
-        )
-    warmup = check_count("warmup", warmup, int(coordinates == "whitened"))
-    if schedule is None and kernel is None:
-        return None
-    schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)
-    with torch.inference_mode(False):
-        kernel = HMC() if kernel is None else kernel
-    return Annealing(kernel, schedule, coordinates, warmup, without)
-
-
-# Chains for each coordinate, and the fewest and the most of a weight.
-_PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 # Transitions between two evaluations of the population.
 MOVES = 5
 # Numbers of the factors of all weights, above which correlations are left out.
 _LARGEST = 1 << 24
-
-
-def population(dim: int) -> int:
-    """Return the number of chains that determine the covariance of so many coordinates."""
-    return min(_MOST, max(_FEWEST, _PER_COORDINATE * dim))
 
 
 def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
@@ -339,9 +265,6 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
 
 
 # What all evaluators take: the model and the guide with their arguments, and the same options.
-
-# How many numbers the draws of one chunk may have by default, over all sites.
-_CHUNK = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -385,10 +308,6 @@ class Options:
     strict_enumeration_warning: bool = False
     progress: bool | None = None
 
-    def chunk(self, numbers: int) -> int:
-        """Return the number of particles that run at once, for so many numbers each."""
-        return self.chunk_size or max(1, _CHUNK // max(1, numbers))
-
     def __post_init__(self) -> None:
         # An int of NumPy, or a tensor, is an int from here on.
         object.__setattr__(self, "num_particles", check_count("num_particles", self.num_particles))
@@ -398,77 +317,58 @@ class Options:
         check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
         check_flag("progress", self.progress, or_none=True)
+        if self.kernel is not None and not isinstance(self.kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel such as HMC(), got {self.kernel!r}")
+        if self.coordinates not in get_args(EvaluatorCoordinates):
+            raise ValueError(
+                f"coordinates must be 'noise', 'latent' or 'whitened', got {self.coordinates!r}"
+            )
+        least = int(self.coordinates == "whitened")
+        object.__setattr__(self, "warmup", check_count("warmup", self.warmup, least))
 
     def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:
-        """Return the requested transitions; see :func:`make_annealing`."""
-        return make_annealing(self.schedule, self.kernel, self.coordinates, self.warmup, without)
+        """
+        Return copies of the requested transitions; None without ``schedule`` and ``kernel``.
+
+        :param str without: as in :class:`Annealing`.
+        """
+        if self.schedule is None and self.kernel is None:
+            return None
+        schedule = as_schedule(self.schedule, DEFAULT_STEPS if self.schedule is None else None)
+        return Annealing(self.kernel, schedule, self.coordinates, self.warmup, without)
 
 
-def prepare(
-    evaluator: Callable[..., object],
+def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) -> Options:
+    """
+    Return the options of an evaluator.
+
+    :param defaults: options that have other defaults in this evaluator.
+    :raises TypeError: for a keyword that is no option.
+    """
+    for keyword in (n for n in options if n not in Options.__dataclass_fields__):
+        raise TypeError(
+            f"{evaluator} has no option '{keyword}': keyword arguments of the model and the guide "
+            f"go into model_kwargs={{'{keyword}': ...}}, or for a loader into its batches"
+        )
+    return Options(**{**defaults, **options})
+
+
+def make_programs(
     model: Program,
     guide: Program,
     args: tuple[object, ...],
     model_kwargs: Mapping[str, object] | None,
-    keywords: Mapping[str, object],
-    **defaults: object,
-) -> tuple[Programs, Options]:
+) -> Programs:
     """
-    Divide the keywords of an evaluator's call into options and arguments of the programs.
+    Return the programs with their arguments.
 
-    Names of options are options, all others are the programs'. If programs have an argument with
-    the name of an option, ``model_kwargs`` holds all of their keyword arguments.
-
-    :param evaluator: the function that was called, whose own parameters are options too.
-    :param defaults: options that have other defaults in this evaluator.
-    :raises ValueError: for a name that is an option and an argument of a program.
+    :raises ValueError: for keyword arguments that are no dict.
     """
-    name, shared = evaluator.__name__, {f.name for f in fields(Options)}
-    options = {n: v for n, v in keywords.items() if n in shared}
-    keywords_of_model = {n: v for n, v in keywords.items() if n not in shared}
-    parameters = inspect.signature(evaluator).parameters.values()
-    ambiguous = {*options, *(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)}
-    if model_kwargs is not None:
-        if not isinstance(model_kwargs, Mapping):
-            raise ValueError(
-                f"model_kwargs must be a dict of the programs' keyword arguments, got "
-                f"{model_kwargs!r}"
-            )
-        for keyword in keywords_of_model:
-            raise TypeError(
-                f"{name} has no option '{keyword}': with model_kwargs=, put all keyword arguments "
-                f"of the programs into it"
-            )
-        keywords_of_model = dict(model_kwargs)
-        ambiguous = {"model_kwargs"} - set(keywords_of_model)
-    programs = Programs(model, guide, args, keywords_of_model)
-    for role, program in (("model", model), ("guide", guide)):
-        for option in sorted(ambiguous & _open_arguments(program, args)):
-            raise ValueError(
-                f"'{option}' is an option of {name} and an argument of the {role}: pass the "
-                f"programs' keyword arguments as model_kwargs={{'{option}': ...}} (or "
-                f"model_kwargs={{}}, to leave it out), and options beside it"
-            )
-    return programs, Options(**{**defaults, **options})  # type: ignore[arg-type]
-
-
-def _signature(program: Program) -> inspect.Signature | None:
-    """Return the signature of a program; None for a wrapper, which may take other arguments."""
-    target = program.forward if isinstance(program, nn.Module) else program
-    try:
-        return inspect.signature(target, follow_wrapped=False)
-    except (TypeError, ValueError):
-        return None
-
-
-def _open_arguments(program: Program, args: tuple[object, ...]) -> set[str]:
-    """Return the named arguments of a program that are not passed by position."""
-    if (signature := _signature(program)) is None:
-        return set()
-    parameters = list(signature.parameters.values())
-    filled = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return named - {p.name for p in filled[: len(args)]}
+    if not isinstance(model_kwargs, Mapping | None):
+        raise ValueError(
+            f"model_kwargs must be a dict of the programs' keyword arguments, got {model_kwargs!r}"
+        )
+    return Programs(model, guide, args, dict(model_kwargs or {}))
 
 
 def as_arguments(batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -500,7 +400,10 @@ def check_call(programs: Programs) -> None:
     :raises ValueError: naming what a program says of arguments that it does not take.
     """
     for role, program in (("model", programs.model), ("guide", programs.guide)):
-        if (signature := _signature(program)) is None:
+        target = program.forward if isinstance(program, nn.Module) else program
+        try:
+            signature = inspect.signature(target, follow_wrapped=False)
+        except (TypeError, ValueError):  # a wrapper, which may take other arguments
             continue
         try:
             signature.bind(*programs.args, **programs.kwargs)

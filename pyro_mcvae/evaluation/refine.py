@@ -1,9 +1,9 @@
-"""Posterior draws: the guide's, resampled by their weights or moved by chains."""
+"""Posterior draws: the guide's, resampled by their weights or moved by chains; for ArviZ, too."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,177 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import Target
+from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
-from pyro_mcvae.evaluation.evidence import importance_sampler
-from pyro_mcvae.evaluation.options import LEAVE_OUT, prepare
-from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary
+from pyro_mcvae.evaluation.options import LEAVE_OUT, make_options, make_programs
+from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.particles.sampler import WeightedParticles, with_drawn_states
+from pyro_mcvae.programs.messengers import Minibatch
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_factor, is_latent
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Program, Site, plate_frames
+
+# Posterior draws, with diagnostics.
+
+
+class PosteriorDraws(dict[str, Tensor]):
+    """
+    Draws of every latent of the model, by site, in its own space: shape ``[num_samples,
+    *site_shape]``, as ``pyro.infer.Predictive(model, posterior_samples=draws)`` takes them.
+
+    Made by :func:`refine`, whose example shows them.
+
+    :ivar log_weight: of the candidate or chain that each draw is, shape ``[num_samples, *plates]``.
+    :ivar pareto_k: the tail of all candidates' weights, shape ``[*plates]``.
+    :ivar acceptance: of chains, the mean acceptance on the way to each draw, shaped as
+        ``log_weight``; None without chains.
+    :ivar step_size: of chains; None without.
+    :ivar log_likelihood: by observed site (and ``pyro.factor``), log p(x | z) of each datum, shape
+        ``[num_samples, *batch_shape]``; 0 where it is masked.
+    :ivar observed: the observations, by site.
+    :ivar plates: the names of the plates of ``log_weight``.
+    :ivar dims: by site, the names of the plates of its batch dims, leftmost first.
+    :ivar coords: by plate, the indices of its data.
+    """
+
+    log_weight: Tensor
+    pareto_k: Tensor
+    acceptance: Tensor | None
+    step_size: Tensor | None
+    log_likelihood: dict[str, Tensor]
+    observed: dict[str, Tensor]
+    plates: tuple[str, ...]
+    dims: dict[str, tuple[str, ...]]
+    coords: Minibatch
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of draws."""
+        return len(self.log_weight)
+
+
+def site_draws(
+    sample: WeightedParticles, log_weight: Tensor, acceptance: Tensor | None
+) -> PosteriorDraws:
+    """
+    Return the draws of a sample, in the shapes of a run without particles.
+
+    :raises ValueError: if its runs have different sites.
+    """
+    draws, first = PosteriorDraws(), sample.runs[0]
+    draws.log_weight, draws.acceptance = log_weight, acceptance
+    draws.plates = sample.plate_names
+    draws.log_likelihood, draws.observed, draws.dims = {}, {}, {}
+    draws.coords = Minibatch()
+    for name, site in _latents(first):
+        draws[name] = site_values(sample, name, site)
+        draws.dims[name] = site_dims(site)
+    for term in _observed(first):
+        name = term.key.name
+        draws.log_likelihood[name] = _stack(
+            sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
+        )
+        draws.dims[name] = site_dims(term.site)
+        if not is_factor(term.site["fn"]):  # whose value is empty
+            draws.observed[name] = _in_full(term.site, len(draws.dims[name]))
+    sites = [t.site for t in first.terms if not t.in_guide]
+    for name, size in _plate_sizes(sites).items():
+        index = sample.subsamples.get(name)
+        floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
+        if not isinstance(index, Tensor) or floats or len(index) != size:
+            index = torch.arange(size)
+        draws.coords[name] = index
+        draws.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
+    return draws
+
+
+def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
+    """Return the values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
+    depth = site["fn"].event_dim
+    return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
+
+
+def _in_full(site: Site, depth: int) -> Tensor:
+    """Expand an observed value over all dims of its plates."""
+    shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
+    shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
+    return value.expand(torch.broadcast_shapes(shape, value.shape))
+
+
+def _plate_sizes(sites: list[Site]) -> dict[str, int]:
+    """Return the full size of each plate that was made with a size."""
+    sizes: dict[str, int] = {}
+    for site in sites:
+        shape = site["fn"].batch_shape
+        for frame in plate_frames(site):
+            if frame.dim is not None:
+                here = shape[frame.dim] if -frame.dim <= len(shape) else 1
+                size = frame.size if frame.size >= 0 else here
+                sizes[frame.name] = max(size, sizes.get(frame.name, 1))
+    return sizes
+
+
+def _latents(run: Run) -> Iterator[tuple[str, Site]]:
+    return ((n, s) for n, s in run.model_trace.nodes.items() if is_latent(s))
+
+
+def _observed(run: Run) -> Iterator[Term]:
+    sites = (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+    return (t for t in sites if not is_transported(t.site))
+
+
+def _term(run: Run, name: str) -> Term:
+    return next(t for t in run.terms if not t.in_guide and t.key.name == name)
+
+
+def site_dims(site: Site) -> tuple[str, ...]:
+    """Return the names of a site's batch dims, those of its plates, leftmost first."""
+    names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
+    depth = max((-d for d in names), default=0)
+    # Dims between plates, of size one, get names of their own.
+    return tuple(names.get(d, f"{site['name']}_batch_{-d}") for d in range(-depth, 0))
+
+
+def _stack(
+    sample: WeightedParticles,
+    name: str,
+    site: Site,
+    event_dim: int,
+    pick: Callable[[Run, str], Tensor],
+) -> Tensor:
+    parts = []
+    for run in sample.runs:
+        if name not in run.model_trace.nodes:
+            raise ValueError(
+                f"site '{name}' is in some draws of the model and not in others, so that their "
+                f"values have no common shape: refine programs whose sites do not depend on latents"
+            )
+        parts.append(_leading(run, pick(run, name), len(site_dims(site)), event_dim))
+    shape = parts[0].shape[1:]
+    if any(p.shape[1:] != shape for p in parts):
+        raise ValueError(
+            f"site '{name}' has another shape in each draw of the model, such as {tuple(shape)}: "
+            f"refine programs whose plates do not depend on latents"
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
+    """Reshape to ``[lead, *natural shape]``; ones between are removed."""
+    begin = max(0, value.dim() - event_dim - depth)
+    if run.leading is None:  # dims to the left that lie in no plate
+        begin = next((i for i, n in enumerate(value.shape[:begin]) if n != 1), begin)
+    inner = value.shape[begin:]
+    batch = value.dim() - event_dim
+    if run.leading is None or batch <= run.nesting:
+        value = value.reshape(inner).unsqueeze(0)
+        return value.expand(run.leading or 1, *inner)
+    return value.expand(run.leading, *value.shape[1:]).reshape(run.leading, *inner)
+
+
+# Choose draws by their weights, and move them.
 
 
 def choose(log_weight: Tensor) -> Tensor:
@@ -106,9 +270,8 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    programs, settings = prepare(
-        refine, model, guide, args, model_kwargs, options, num_particles=10
-    )
+    settings = make_options("refine", options, num_particles=10)
+    programs = make_programs(model, guide, args, model_kwargs)
     num_samples = check_count("num_samples", num_samples)
     num_transitions = check_count("num_transitions", num_transitions, 0)
     if num_transitions and settings.schedule is None and settings.kernel is None:
@@ -122,12 +285,12 @@ def refine(
         )
     candidates = settings.num_particles
     summary, parts, done = WeightSummary(num_samples * candidates), [], 0
-    with importance_sampler(programs, settings, annealing) as sampler:
+    with weights_of(programs, settings, annealing) as sampler:
         # A draw needs all of its candidates at once.
-        size = 1 if sampler.has_fixed_draws else max(1, sampler.chunk_size // candidates)
+        size = 1 if sampler.drawn else max(1, sampler.chunk_size // candidates)
         sampler.progress.expect(num_samples * candidates)
         while done < num_samples:
-            if sampler.has_fixed_draws and done:
+            if sampler.drawn and done:
                 sampler.renew()
             count = min(size, num_samples - done)
             parts.append(_refined(sampler, count, candidates, num_transitions, summary))
@@ -144,7 +307,7 @@ def refine(
         warnings.warn(
             f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
             f"posteriors (largest {float(draws.pareto_k.max()):.2f}): their draws may miss what "
-            f"the guide misses. {sampler.remedy}",
+            f"the guide misses. Use chains (schedule=10, and more), or num_transitions",
             stacklevel=2,
         )
     return draws
@@ -191,7 +354,7 @@ def _refined(
         position = _move(density, sampler, position, chosen, transitions)
     if isinstance(density, WhitenedDensity):
         position = density.whitening.position(position)
-    sample = sampler.with_drawn_states(at(position.detach()).sample)
+    sample = with_drawn_states(sampler.programs, at(position.detach()).sample)
     return site_draws(sample, select_chosen(log_weight, chosen), acceptance)
 
 
@@ -212,3 +375,70 @@ def _move(
     for _ in range(transitions):
         state, _ = transition.step(state, target)
     return state.position
+
+
+# Posterior draws as ArviZ's InferenceData.
+
+
+def to_inference_data(draws: PosteriorDraws) -> Any:
+    """
+    Convert draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
+    ``az.plot_*``.
+
+    Groups: ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with the log
+    weight, and of chains the acceptance and the step size; ``observed_data``. Plates are named
+    dimensions, whose coordinates are the indices of the data. The draws are independent; they are
+    split into 4 chains, if that divides their number, so that ArviZ can compare them.
+
+    Predictive draws, and what the model computes (``pyro.deterministic``), are those of
+    ``pyro.infer.Predictive(model, posterior_samples=draws)``, which ``arviz.from_dict`` takes as
+    ``posterior_predictive``.
+
+    :param PosteriorDraws draws: from :func:`refine`.
+    :returns: ``arviz.InferenceData`` (ArviZ 0.x), or the ``xarray.DataTree`` of ArviZ 1.x.
+    :raises ValueError: for other draws.
+    :raises ImportError: without ArviZ.
+
+    Example::
+
+        >>> import arviz as az  # doctest: +SKIP
+        >>> data = to_inference_data(refine(model, guide, x))  # doctest: +SKIP
+        >>> az.loo(data)  # doctest: +SKIP
+    """
+    if not isinstance(draws, PosteriorDraws):
+        raise ValueError(
+            f"draws must be the PosteriorDraws that refine returns, got {type(draws).__name__}: a "
+            f"plain dict of draws goes into arviz.from_dict"
+        )
+    try:
+        import arviz
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("to_inference_data needs ArviZ: pip install arviz") from error
+    count = draws.num_samples
+    chains = 4 if count % 4 == 0 and count >= 16 else 1
+    stats = {"log_weight": draws.log_weight}
+    if draws.acceptance is not None:
+        stats["acceptance_rate"] = draws.acceptance
+    if draws.step_size is not None:
+        stats["step_size"] = draws.step_size.expand(count, *draws.step_size.shape)
+    groups = {"posterior": draws, "log_likelihood": draws.log_likelihood, "sample_stats": stats}
+    arrays: dict[str, dict[str, Any]] = {
+        name: {n: _numpy(v.reshape(chains, -1, *v.shape[1:])) for n, v in group.items()}
+        for name, group in groups.items()
+    }
+    arrays["observed_data"] = {n: _numpy(v) for n, v in draws.observed.items()}
+    arrays = {n: group for n, group in arrays.items() if group}
+    plates = {**draws.dims, "log_weight": draws.plates, "acceptance_rate": draws.plates}
+    # A dimension cannot have the name of a variable.
+    names_in_use = {n for group in arrays.values() for n in group} | {"chain", "draw"}
+    renamed = {n: f"{n}_plate" if n in names_in_use else n for n in draws.coords}
+    dims = {n: [renamed.get(d, d) for d in names] for n, names in plates.items() if names}
+    used = {d for names in dims.values() for d in names}
+    coords = {renamed[n]: _numpy(c) for n, c in draws.coords.items() if renamed[n] in used}
+    if int(str(arviz.__version__).split(".")[0]) < 1:
+        return arviz.from_dict(**arrays, coords=coords, dims=dims)
+    return arviz.from_dict(arrays, coords=coords, dims=dims)
+
+
+def _numpy(value: object) -> Any:
+    return torch.as_tensor(value).detach().cpu().numpy()

@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,16 @@ from pyro_mcvae.evaluation.evidence import (
     fraction,
     has_light_tail,
     table,
-    weights_of,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     EvaluatorCoordinates,
     Options,
-    make_annealing,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights
+from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
 
@@ -68,7 +67,6 @@ class Report:
     :ivar chains: the :class:`.LogEvidence` of each length of chains from the guide's draws, the
         longest last.
     :ivar no_chains: the reason why no chains, or no longer ones, ran.
-    :ivar states: the number of states of a datum, if the guide is a :class:`TruncatedPosterior`.
     """
 
     evidence: LogEvidence
@@ -77,7 +75,6 @@ class Report:
     prior: LogEvidence | str = "not requested"
     chains: tuple[LogEvidence, ...] = ()
     no_chains: str = ""
-    states: int | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -96,10 +93,14 @@ class Report:
         is good, and chains find significantly more evidence. The probability of a false alarm is
         0.01 over all data. Without chains the mask is False.
         """
-        missed = torch.zeros_like(self._good)
+        missed = torch.zeros_like(self.guide.unreliable)
         for chains in (self.evidence, self.prior):
             more, error, counts, sizes = self._excess(chains)
-            limit = _student_limit(1 - _ALARM / more.numel(), (sizes - 1).clamp_min(1.0))
+            # The quantile of Student's t by its expansion around the normal one.
+            freedom = (sizes - 1).clamp_min(1.0)
+            z = torch.special.ndtri(freedom.new_tensor(1 - _ALARM / more.numel()))
+            second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+            limit = z + (z**3 + z) / (4 * freedom) + second
             missed |= counts & (more > _CLOSE) & (more > limit * error)
         return missed
 
@@ -112,39 +113,29 @@ class Report:
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
-    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """
-        Return the evidence that chains find beyond the guide's, its error, a mask of the data where
-        both estimates count, and the smaller effective sample size.
-        """
-        guide, shape = self.guide, self.guide.log_evidence.shape
-        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
-        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
-            chains, comparable = guide, False
-        # Chains have no dim for a plate of one datum, which the guide's weights may have.
-        more = chains.log_evidence.reshape(shape) - guide.log_evidence
-        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
-        sizes = torch.minimum(
-            chains.effective_sample_size.reshape(shape), guide.effective_sample_size
-        )
-        counts = self._good & ~chains.unreliable.reshape(shape) & comparable
-        return more, error, counts, sizes
-
-    @property
-    def _good(self) -> Tensor:
-        """
-        Return a mask of the data whose weights are reliable enough for the comparison. Weights with
-        heavy tails underestimate the evidence. If many tails are heavy, the guide is too narrow,
-        and some k-hats are good by chance.
-        """
-        light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
-        return light & (fraction(self.guide.unreliable) <= 0.5)
-
     @property
     def checked_modes(self) -> bool:
         """Return whether chains from the prior were compared with the guide for most data."""
         _, _, counts, sizes = self._excess(self.prior)
         return fraction(~counts | (sizes < 10)) <= 0.5
+
+    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Return by how much chains find more evidence than the guide, with its error, where both
+        estimates count, and the smaller effective sample size. Heavier tails find less evidence; if
+        many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        """
+        guide, shape = self.guide, self.guide.log_evidence.shape
+        counts = has_light_tail(guide, 0.7) & (fraction(guide.unreliable) <= 0.5)
+        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
+        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
+            chains, counts = guide, torch.zeros_like(counts)
+        # Chains have no dim for a plate of one datum, which the guide's weights may have.
+        more = chains.log_evidence.reshape(shape) - guide.log_evidence
+        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
+        sizes = chains.effective_sample_size.reshape(shape)
+        sizes = torch.minimum(sizes, guide.effective_sample_size)
+        return more, error, counts & ~chains.unreliable.reshape(shape), sizes
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """
@@ -182,7 +173,27 @@ class Report:
     @property
     def advice(self) -> str:
         """Return what to try next, in one sentence, by the rules of ``docs/choose.md``."""
-        return _advice(self)
+        labellings = self.evidence.labellings
+        # No loss closes the part of the gap that comes from labellings.
+        missing = 0.0 if labellings is None else labellings.added or 0.0
+        gap, heavy = float(self.gap.mean()) - missing, fraction(self.guide.unreliable)
+        richer = "a richer guide (full covariances, or a flow)"
+        if self.misses:
+            return f"Next: train the guide from other initial values, or use {richer}."
+        if gap < _CLOSE and heavy <= _FEW:
+            part = "one labelling of " if missing > _CLOSE else ""
+            return f"The guide is close to {part}the posterior: the ELBO is tight enough."
+        if self.discrete:
+            sites = ", ".join(self.discrete)
+            loss = "TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound)"
+            return f"Next: use {loss}, or let {sites} depend on each other in the guide."
+        count = 100 if self.gap.numel() == 1 else 10
+        loss, more = f"TraceIWAE_ELBO(num_particles={count})", "particles"
+        then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
+        if gap > _TENS:
+            loss, more = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)", "steps"
+            then = f"; or {richer}"
+        return f"Next: use {loss}, with more {more} if you trained with it already{then}."
 
     def __str__(self) -> str:
         guide, n = self.guide, self.gap.numel()
@@ -209,8 +220,30 @@ class Report:
             lines.append("no chains from the prior: see prior")
         if self.evidence.labellings is not None:
             lines.append(f"exchangeable: {self.evidence.labellings.short}")
-        sentences = _trust(self), _reach(self), self.advice
+        sentences = *self._reliability, self.advice
         return "\n".join([lines[0], lines[1], *map(filled, (*lines[2:], *sentences))])
+
+    @property
+    def _reliability(self) -> tuple[str, str]:
+        """Return whether the evidence is known, and whether modes may be missed."""
+        known = "The evidence and its error can be trusted."
+        modes = "Modes that the guide misses would not be detected."
+        if not self.checked_modes and not isinstance(self.prior, str):
+            known = f"{known[:-1]}, if no mode is missed."
+        if self.checked_modes:
+            modes = "Chains from the prior find no modes that the guide misses."
+        if self.misses:
+            modes = "The guide misses a part of the posterior, such as a mode."
+        if not self.trusted:
+            steps = max((_steps(c) for c in self.chains), default=0)
+            more = f"num_particles={10 * self.evidence.num_particles}"
+            if not self.discrete:
+                more = f"chains (schedule={4 * steps or 10}) or {more}"
+            known = (
+                f"The evidence is a lower bound, and its error may be much larger than printed; "
+                f"{more} may come closer."
+            )
+        return known, modes
 
 
 def report(
@@ -244,9 +277,6 @@ def report(
     If components are exchangeable, as in mixtures, the evidence includes all labellings; see
     :class:`Labellings`.
 
-    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound. Chains or
-    draws from the prior can find more.
-
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
@@ -272,16 +302,14 @@ def report(
         >>> result.advice.partition(",")[0]
         'Next: use TraceIWAE_ELBO(num_particles=10)'
     """
-    programs, settings = prepare(report, model, guide, args, model_kwargs, options)
+    settings = make_options("report", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     check_flag("check_modes", check_modes, or_none=True)
     check_flag("escalate", escalate, or_none=True)
     annealing, count = settings.annealing(), settings.num_particles
     with weights_of(programs, settings) as weights:
         plain = estimate(weights, count)
-        states = weights.guide.num_states if isinstance(weights, StateWeights) else None
         no_chains = _why_not_run("escalate", escalate, weights.loops)
-        if states is not None:
-            no_chains = "no chain moves discrete states"
         chains: tuple[LogEvidence, ...] = ()
         if annealing is not None:
             chains, no_chains = (estimate(weights.annealed(annealing), count),), ""
@@ -291,7 +319,7 @@ def report(
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
         )
-        return Report(evidence, plain, weights.discrete, prior, chains, no_chains, states)
+        return Report(evidence, plain, weights.discrete, prior, chains, no_chains)
 
 
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
@@ -337,7 +365,13 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
                 coordinates, warmup = whitened or options.coordinates, options.warmup
                 if whitened:
                     kernel, warmup = options.kernel, max(1, warmup)
-                annealing = make_annealing(steps, kernel, coordinates, warmup)
+                annealing = replace(
+                    options,
+                    schedule=steps,
+                    kernel=kernel,
+                    coordinates=coordinates,
+                    warmup=warmup,
+                ).annealing()
                 assert annealing is not None
                 evidences.append(estimate(weights.annealed(annealing), count))
                 kernel = annealing.kernel  # with its adapted step size
@@ -375,19 +409,13 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
                 fewest = max(_FEWEST_FROM_PRIOR, _FROM_PRIOR // weights.elements)
                 num_particles = min(num_particles, fewest)
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
-                prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
+                options = Options(schedule=DEFAULT_STEPS, kernel=kernel, warmup=_WARMUP)
+                prior.annealing = options.annealing()
             return estimate(prior, num_particles, all_labellings=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # These chains are optional: the report is complete without them.
         _logger.info("chains from the prior did not run: %s", first_line(error))
         return first_line(error)
-
-
-def _student_limit(level: float, freedom: Tensor) -> Tensor:
-    """Return the quantile of Student's t by its expansion around the normal one."""
-    z = torch.special.ndtri(freedom.new_tensor(level))
-    first = (z**3 + z) / (4 * freedom)
-    return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _row(name: str, evidence: LogEvidence) -> list[str]:
@@ -399,66 +427,6 @@ def _row(name: str, evidence: LogEvidence) -> list[str]:
         f"{int(evidence.unreliable.sum())} of {evidence.pareto_k.numel()}",
         f"{float(evidence.effective_sample_size.median()):.0f}",
     ]
-
-
-def _trust(report: Report) -> str:
-    if report.trusted:
-        if not report.checked_modes and not isinstance(report.prior, str):
-            return "The evidence and its error can be trusted, if no mode is missed."
-        return "The evidence and its error can be trusted."
-    steps = max((_steps(c) for c in report.chains), default=0)
-    more = f"num_particles={10 * report.evidence.num_particles}"
-    if not report.discrete and report.states is None:
-        more = f"chains (schedule={4 * steps or 10}) or {more}"
-    return (
-        f"The evidence is a lower bound, and its error may be much larger than printed; {more} may "
-        f"come closer."
-    )
-
-
-def _reach(report: Report) -> str:
-    if report.misses:
-        return "The guide misses a part of the posterior, such as a mode."
-    if report.checked_modes:
-        return "Chains from the prior find no modes that the guide misses."
-    return "Modes that the guide misses would not be detected."
-
-
-def _advice(report: Report) -> str:
-    labellings = report.evidence.labellings
-    # No loss closes the part of the gap that comes from labellings.
-    missing = 0.0 if labellings is None else labellings.added or 0.0
-    gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
-    richer = "a richer guide (full covariances, or a flow)"
-    if report.states is not None:
-        if _is_sure(report.guide):
-            return f"The {report.states} states of each datum cover its posterior."
-        return (
-            f"Next: continue the search (guide.fit(..., num_steps=100), proposals=PriorDraws()), "
-            f"or use more states (num_states={4 * report.states})."
-        )
-    if report.misses:
-        return f"Next: train the guide from other initial values, or use {richer}."
-    if gap < _CLOSE and heavy <= _FEW:
-        part = "one labelling of " if missing > _CLOSE else ""
-        return f"The guide is close to {part}the posterior: the ELBO is tight enough."
-    if report.discrete:
-        sites = ", ".join(report.discrete)
-        return (
-            f"Next: use TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
-            f"or let {sites} depend on each other in the guide."
-        )
-    if gap > _TENS:
-        return (
-            f"Next: use TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps if "
-            f"you trained with it already; or {richer}."
-        )
-    count = 100 if report.gap.numel() == 1 else 10
-    then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
-    return (
-        f"Next: use TraceIWAE_ELBO(num_particles={count}), with more particles if you trained with "
-        f"it already{then}."
-    )
 
 
 def _steps(chains: LogEvidence) -> int:

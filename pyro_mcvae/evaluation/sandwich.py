@@ -14,16 +14,16 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import anneal_back
 from pyro_mcvae.checks.masks import is_transported
-from pyro_mcvae.evaluation.evidence import importance_sampler
 from pyro_mcvae.evaluation.labellings import guide_values
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     Annealing,
     as_arguments,
     check_function,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler
+from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
@@ -271,9 +271,8 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    programs, settings = prepare(
-        sandwich, model, guide, args, model_kwargs, options, num_particles=10
-    )
+    settings = make_options("sandwich", options, num_particles=10)
+    programs = make_programs(model, guide, args, model_kwargs)
     num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
     if is_messenger(programs):
@@ -290,7 +289,7 @@ def sandwich(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
             f"that leaves its target invariant, HMC, MALA or RandomWalk"
         )
-    with importance_sampler(programs, settings, annealing) as weights:
+    with weights_of(programs, settings, annealing) as weights:
         pairs = []
         for _ in range(num_simulations):
             simulation = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)

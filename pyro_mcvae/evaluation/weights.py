@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from pyro import poutine
@@ -23,28 +23,37 @@ from pyro_mcvae.checks.masks import (
     masks_latents,
     transported,
 )
-from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
+from pyro_mcvae.coordinates.chain_density import (
+    ChainDensity,
+    WhitenedDensity,
+    named,
+    outside_inference_mode,
+)
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
+from pyro_mcvae.evaluation.options import (
+    MOVES,
+    Annealing,
+    Counted,
+    Options,
+    evaluation_mode,
+    whiten,
+)
+from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
 from pyro_mcvae.particles.sampler import (
     MakeSampleFn,
     ParticleSampler,
     WeightedParticles,
-    with_drawn_states,
 )
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.distributions import with_impossible_data
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
-from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
 from pyro_mcvae.structure import provenance
-from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
-from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
+from pyro_mcvae.truncated.posterior import drawn_from_states
 
 # Summarize weights of mean p(x) per datum, drawn in chunks.
 
@@ -131,21 +140,14 @@ class WeightSummary:
         return pareto_k(self._top, self.count)
 
 
-class Weighed(NamedTuple):
-    """
-    :ivar log_weight: ``[count, *plates]``.
-    :ivar runs: the runs of model and guide, to name a site where a weight is not a number.
-    :ivar acceptance: the acceptance of each transition, with chains.
-    """
-
-    log_weight: Tensor
-    runs: list[Run]
-    acceptance: Tensor | None = None
-
-
 # Draws log weights of a pair of programs again and again, on one minibatch, in bounded memory.
 
 _logger = logging.getLogger(__name__)
+
+# How many numbers the draws of one chunk may have by default, over all sites.
+_CHUNK = 1 << 23
+# Chains for each coordinate to whiten, and the fewest and the most of a weight.
+_PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 
 Density = ChainDensity | WhitenedDensity
 
@@ -160,12 +162,10 @@ class ImportanceSampler:
     :ivar programs: the weighed model and guide; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
     :ivar fixed_latents: latents with fixed values: point masses, and globals drawn once.
+    :ivar drawn: the globals drawn once.
     :ivar fixed_sites: the corresponding sites of the model.
-    :cvar remedy: what helps where the weights' tails are heavy.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
-
-    remedy = "Use chains (schedule=10, and more), or num_transitions"
 
     def __init__(
         self,
@@ -187,32 +187,46 @@ class ImportanceSampler:
         check_draws(run, points)
         self._count_alike(points)
         structure = self.reference.structure
-        blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
-        check_no_local_points(
-            {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
-        )
+        for name in sorted(points):
+            block = structure.block_of.get(FactorKey("guide", name))
+            if block is not None and structure.blocks[block].plates:
+                raise ValueError(
+                    f"site '{name}' of the guide is a point mass inside the data's plates: "
+                    f"importance sampling never sees any other value of it. Give it a "
+                    f"distribution, or observe it in the model"
+                )
         drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
         if options.joint is None and drawn:
-            check_no_minibatch(self.reference.runs[0], drawn)
+            for frame in (f for t in run.terms for f in t.site["cond_indep_stack"]):
+                if is_subsampled(frame):
+                    raise ValueError(
+                        f"the guide's site{named(drawn)} shared by data of several minibatches, so "
+                        f"that all data have one evidence together, but plate '{frame.name}' is "
+                        f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
+                        f"joint=False, for the evidence of each datum given one draw of "
+                        f"{', '.join(map(repr, drawn))}"
+                    )
             self._joint, self._samplers = True, {}
             self.reference, drawn = self._sampler(1).sample(self.programs), ()
-        check_blocks(self.reference)
+        if not self.reference.blocks:
+            frames = (f for t in run.terms for f in t.site["cond_indep_stack"])
+            plate = next(filter(is_subsampled, frames))
+            raise ValueError(
+                f"no latent of the guide can be weighed by itself, because the subsampled plate "
+                f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
+                f"the full data"
+            )
         self.fixed_latents = tuple(sorted(points)) + drawn
-        self._drawn = drawn
+        self.drawn = drawn
         self.fixed_sites = points | frozenset(drawn)
 
     @property
     def chunk_size(self) -> int:
         """Return the number of particles that fit one chunk."""
-        return self._options.chunk(self._numbers())
-
-    def weigh(self, count: int) -> Weighed:
-        if self.annealing is None:
-            sample = self.draw(count)
-            return Weighed(sample.log_weight, sample.runs)
-        chain, density = self.chain(count)
-        rates = [info.acceptance.mean() for info in chain.infos]
-        return Weighed(chain.log_weight, density.runs, torch.stack(rates) if rates else None)
+        traces = (t for r in self.reference.runs for t in (r.guide_trace, r.model_trace))
+        values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
+        numbers = 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
+        return self._options.chunk_size or max(1, _CHUNK // max(1, numbers))
 
     def draw(self, count: int, make_sample_fn: MakeSampleFn | None = None) -> WeightedParticles:
         """
@@ -263,11 +277,6 @@ class ImportanceSampler:
         """Draw the fixed global latents again, on the same minibatch."""
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
 
-    @property
-    def has_fixed_draws(self) -> bool:
-        """Return whether global latents were drawn once."""
-        return bool(self._drawn)
-
     def log_weight(
         self,
         count: int,
@@ -285,10 +294,6 @@ class ImportanceSampler:
             coordinates=coordinates,
             begin=None if latents is None else LatentValues(latents),
         )
-
-    def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
-        """Draw each enumerated site of the model, given the latents."""
-        return with_drawn_states(self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
         """Return the density for chains, at new draws or at given latents."""
@@ -326,7 +331,14 @@ class ImportanceSampler:
         if annealing is None:
             return
         if annealing.whitens and annealing.whitening is None:
-            annealing.whitening = self._whitened(annealing)
+            dim = self.density(1).log_weight.coordinates.shape[-1]
+            # As many chains as determine the covariance.
+            count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
+            density = self.density(count)
+            assert isinstance(density, ChainDensity)
+            self.progress.expect(count * annealing.warmup)
+            counted = Counted(annealing.kernel, self.progress, count / MOVES)
+            annealing.whitening = whiten(density, annealing, counted)
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
@@ -345,14 +357,6 @@ class ImportanceSampler:
     def loops(self) -> bool:
         """Return whether each particle is a separate run."""
         return not self._sampler(2).vectorizes(self.programs, 2)
-
-    def _whitened(self, annealing: Annealing) -> Whitening:
-        dim = self.density(1).log_weight.coordinates.shape[-1]
-        count = min(population(dim), self.chunk_size)
-        density = self.density(count)
-        assert isinstance(density, ChainDensity)
-        self.progress.expect(count * annealing.warmup)
-        return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
 
     def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
         assert self.annealing is not None
@@ -374,15 +378,12 @@ class ImportanceSampler:
         """
         Return the terms that belong to no single datum: factors outside the blocks, without draws.
         """
-        return shared_factors(self.reference, self._drawn)
-
-    def bound(self, summary: WeightSummary) -> Tensor:
-        """Return the guide's bound on the log evidence, after these weights were drawn."""
-        return summary.mean_log.to(self.reference.log_weight.dtype)
-
-    def pareto_k(self, summary: WeightSummary) -> Tensor:
-        """Return the tail index of the weights; NaN if they contain no information about it."""
-        return summary.pareto_k
+        total = self.reference.log_weight.new_zeros(())
+        for term in self.reference.global_terms():
+            if term.key.name not in self.drawn:
+                sign = -1.0 if term.in_guide else 1.0
+                total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+        return total
 
     @property
     def discrete(self) -> tuple[str, ...]:
@@ -429,11 +430,6 @@ class ImportanceSampler:
                 sampler.structures, sampler.runner = other.structures, other.runner
             self._samplers[count] = sampler
         return self._samplers[count]
-
-    def _numbers(self) -> int:
-        traces = (t for r in self.reference.runs for t in (r.guide_trace, r.model_trace))
-        values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
-        return 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Let both programs count the same entries of each latent, or refuse them."""
@@ -501,161 +497,23 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
         )
     for name in (n for site in sites for n in drawn_from_states(site)):
         raise ValueError(
-            f"site '{name}' is drawn from a TruncatedPosterior inside another guide, of whose "
-            f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
-            f"what draws the other latents as its guide="
+            f"site '{name}' is drawn from a TruncatedPosterior, and weights of its draws contain "
+            f"no information about other states. Its own bound on log p(x) of each datum, exact "
+            f"if it has all states, is guide.posterior(...).free_energy, which also has draws, "
+            f"marginals and modes"
         )
 
 
-def check_no_local_points(points: Collection[str]) -> None:
-    """
-    Check that no point mass is inside the data's plates.
-
-    :raises ValueError: for any point mass inside the data's plates.
-    """
-    for name in sorted(points):
-        raise ValueError(
-            f"site '{name}' of the guide is a point mass inside the data's plates: "
-            f"importance sampling never sees any other value of it. Give it a "
-            f"distribution, or observe it in the model"
-        )
-
-
-def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
-    """
-    Check that the data are complete, since all of them share the latents ``drawn``.
-
-    :raises ValueError: for a part of the data, which all share the latents ``drawn``.
-    """
-    for term in run.terms:
-        for frame in term.site["cond_indep_stack"]:
-            if is_subsampled(frame):
-                raise ValueError(
-                    f"the guide's site{named(drawn)} shared by data of several minibatches, so "
-                    f"that all data have one evidence together, but plate '{frame.name}' is "
-                    f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
-                    f"joint=False, for the evidence of each datum given one draw of "
-                    f"{', '.join(map(repr, drawn))}"
-                )
-
-
-def check_blocks(reference: WeightedParticles) -> None:
-    """
-    Check that some latents have a weight of their own.
-
-    :raises ValueError: where no latent can be weighed by itself.
-    """
-    if not reference.blocks:
-        terms = reference.runs[0].terms
-        plate = next(f for t in terms for f in t.site["cond_indep_stack"] if is_subsampled(f))
-        raise ValueError(
-            f"no latent of the guide can be weighed by itself, because the subsampled plate "
-            f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
-            f"the full data"
-        )
-
-
-def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
-    """Sum the factors outside the blocks, except those of some sites."""
-    total = sample.log_weight.new_zeros(())
-    for term in sample.global_terms():
-        if term.key.name not in without:
-            sign = -1.0 if term.in_guide else 1.0
-            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
-    return total
-
-
-# The evidence of a truncated posterior: the part of its states, exactly.
-
-
-class StateWeights(ImportanceSampler):
-    """
-    The states of a truncated posterior, whose weights are all their part of :math:`p(x_n)`.
-
-    Other states are not drawn: the evidence is a lower bound, and its Pareto k is not known, unless
-    all states are kept.
-
-    :ivar guide: the truncated posterior.
-    :ivar posterior: its states.
-    :raises ValueError: for a truncated posterior of another model, and for one whose own ``guide``
-        draws further latents.
-    """
-
-    remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
-
-    def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
-        self.guide = _with_states(programs)
-        self.programs = replace(programs, model=with_impossible_data(programs.model))
-        self.progress, self._options, self.annealing = progress, options, None
-        self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
-        self.reference = self.posterior.particles
-        self.fixed_latents = _points(self.posterior)
-
-    loops = False
-
-    @property
-    def chunk_size(self) -> int:
-        return self._options.chunk(self.posterior.free_energy.numel())
-
-    def weigh(self, count: int) -> Weighed:
-        bound = self.posterior.free_energy
-        return Weighed(bound.expand(count, *bound.shape), [])
-
-    def bound(self, summary: WeightSummary) -> Tensor:
-        """Return the exact part of the bound."""
-        return self.posterior.free_energy
-
-    def pareto_k(self, summary: WeightSummary) -> Tensor:
-        all_kept = self.posterior.population.space.cardinality == self.guide.num_states
-        return summary.pareto_k if all_kept else torch.full_like(summary.pareto_k, math.nan)
-
-    def shared(self) -> Tensor:
-        return shared_factors(self.reference, ())
-
-    def annealed(self, annealing: Annealing) -> ImportanceSampler:
-        raise ValueError(
-            "the states of a TruncatedPosterior are discrete, and no chain moves them: leave out "
-            "schedule and kernel"
-        )
-
-    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
-        options = replace(self._options, joint=joint or self._options.joint)
-        sampler = ImportanceSampler(programs, options, self.progress)
-        mine, theirs = self.reference.subsamples, sampler.reference.subsamples
-        for name in mine.keys() & theirs.keys():
-            if not torch.equal(mine[name], theirs[name]):
-                raise ValueError(f"plate '{name}' draws a minibatch of its own")
-        return sampler
-
-
-def _with_states(programs: Programs) -> TruncatedPosterior:
-    """Return the guide, or one like it for any data if it has no states yet."""
-    guide = poutine.unwrap(programs.guide)
-    assert isinstance(guide, TruncatedPosterior)
-    if programs.model != guide.model:
-        raise ValueError(
-            "the TruncatedPosterior is of another model than the one that is evaluated: pass the "
-            "model that it was made with"
-        )
-    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
-
-
-def _points(posterior: StatePosterior) -> tuple[str, ...]:
-    """
-    Return the point masses of the posterior's own ``guide``.
-
-    :raises ValueError: for latents that it draws, and for point masses in the data's plates.
-    """
-    sites = [s for s in scored(posterior.runs.guide_trace) if is_latent(s)]
-    for site in sites:
-        if not is_delta(site["fn"]):
-            raise ValueError(
-                f"the guide= of the TruncatedPosterior draws site '{site['name']}', and the "
-                f"evaluators take only its states: average guide.posterior(...).free_energy over "
-                f"such draws for a lower bound, or make the site a point mass"
-            )
-    sample = posterior.particles
-    local = {t.key.name for t in sample.runs[0].terms if t.in_guide and sample.is_local(t)}
-    points = tuple(sorted(s["name"] for s in sites))
-    check_no_local_points(local.intersection(points))
-    return points
+@contextmanager
+def weights_of(
+    programs: Programs, options: Options, annealing: Annealing | None = None
+) -> Iterator[ImportanceSampler]:
+    """Yield the weights of a model and guide, or of their chains."""
+    with (
+        each_once(),
+        evaluation_mode(programs.model, programs.guide, seed=options.seed),
+        outside_inference_mode(programs) as programs,
+        Progress("evaluating", options.progress, "particle") as progress,
+        torch.no_grad(),
+    ):
+        yield ImportanceSampler(programs, options, progress, annealing)

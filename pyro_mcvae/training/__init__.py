@@ -1,1 +1,1 @@
-"""Tools for training loops: checkpoints, distributed minibatches, plateau detection."""
+"""Tools for training loops: checkpoints, distributed minibatches."""

@@ -25,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
-from pyro_mcvae.ops.distributed import num_ranks, rank
 from pyro_mcvae.programs.stored_module import StoredModule
-from pyro_mcvae.truncated.closed_form import ClosedForm
 
 # The states of all random number generators that a training step may use.
 
@@ -356,8 +354,6 @@ def _as_part(name: str, value: object) -> Part:
         return ModulePart(value)
     if isinstance(value, PyroOptim):
         return PyroOptimPart(value)
-    if isinstance(value, ClosedForm):
-        return _ClosedFormPart(value)
     for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
             return _ObjectPart(value, getattr(value, save), getattr(value, load))
@@ -442,24 +438,6 @@ class _ObjectPart(Part):
         return lambda: self._set(before)
 
 
-class _ClosedFormPart(_ObjectPart):
-    """Statistics of an epoch, collected separately by each rank."""
-
-    def __init__(self, value: ClosedForm) -> None:
-        super().__init__(value, value.state_dict, value.load_state_dict)
-        self._value = value
-
-    def save(self) -> Saved:
-        state = super().save()
-        if num_ranks() > 1:
-            state["total"], state["count"] = self._value.over_ranks()
-        return state
-
-    def load(self, state: Saved) -> None:
-        # They are summed over ranks again in an update.
-        super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
-
-
 # Checkpoints: the whole state of a training run in one file.
 
 _STORE = "pyro's parameter store"
@@ -476,7 +454,7 @@ def save_checkpoint(
     is complete: if a run is killed while saving, the old file remains.
 
     In a distributed run every rank must call this. Rank 0 writes one file, which loads on any
-    number of ranks: it has the generators of all ranks, and the sums of closed forms' statistics.
+    number of ranks: it has the generators of all ranks.
 
     Pass any other state as ``extra``, such as the temperature of :class:`GumbelSoftmax` if you
     anneal it. A draw that :class:`MonteCarloEM` reuses for further updates is drawn again.
@@ -486,8 +464,8 @@ def save_checkpoint(
         guides, ``elbo(model, guide)``, objectives with learned or adaptive parts, also wrapped in
         :class:`~torch.nn.parallel.DistributedDataParallel`), optimizers and learning rate schedules
         of PyTorch or Pyro, a whole :class:`~pyro.infer.SVI` (with the modules that its model and
-        guide are, or are methods of; pass other modules that these use), closed-form updates, batch
-        samplers, random generators: any object with ``state_dict`` or ``get_state``.
+        guide are, or are methods of; pass other modules that these use), batch samplers, random
+        generators: any object with ``state_dict`` or ``get_state``.
     :param extra: numbers, strings, tensors, and lists and dicts of them; :func:`load_checkpoint`
         returns them.
     :raises ValueError: naming a part that has no state to save.

@@ -41,14 +41,7 @@ from pyro_mcvae.programs.types import (
 )
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.state_layout import (
-    DataIndex,
-    SiteSpec,
-    StateLayout,
-    StatesError,
-    find_data_index,
-    site_spec,
-)
+from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, StatesError, site_spec
 
 # Find the discrete sites of a model, and the data plate of their states.
 
@@ -248,20 +241,14 @@ def _constant_observations(programs: Programs, run: Run) -> frozenset[str]:
     """Return the observed sites with the same values in another run, and without a gradient."""
     with torch.enable_grad():
         second_trace = run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1]
-    nodes = run.model_trace.nodes
-    observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
-    return frozenset(
-        name
-        for name in observed
-        if name in second_trace
-        and nodes[name]["value"].numel()  # pyro.factor observes nothing
-        and not second_trace.nodes[name]["value"].requires_grad
-        and _equal(nodes[name]["value"], second_trace.nodes[name]["value"])
-    )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    same = set()
+    for term in run.terms:
+        if not term.in_guide and term.site["is_observed"] and term.key.name in second_trace:
+            a, b = term.site["value"], second_trace.nodes[term.key.name]["value"]
+            is_equal = a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+            if a.numel() and is_equal and not b.requires_grad:  # pyro.factor observes nothing
+                same.add(term.key.name)
+    return frozenset(same)
 
 
 def _check_data_plate(site: Site, structure: Structure, run: Run) -> None:
@@ -295,10 +282,6 @@ def _check_data_plate(site: Site, structure: Structure, run: Run) -> None:
 Leaves = dict[tuple[str, int], Tensor]
 
 
-def _draw_nothing(*args: object, **kwargs: object) -> None:
-    """Draw nothing, as the guide of a model whose latents are all searched."""
-
-
 class JointRuns:
     r"""
     :math:`\log p(x, z, w) - \log q(w)` of one step at any states z of its discrete sites.
@@ -327,7 +310,7 @@ class JointRuns:
         model = with_impossible_data(model)
         self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
         # Programs in which the model draws the discrete sites itself, with any dims.
-        self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
+        self._plain = Programs(model, guide or (lambda *args, **kwargs: None), args, kwargs)
         self.args, self.kwargs = args, kwargs
         draws = GuideDraws() if draws is None else draws
         self.subsamples = Minibatch(draws.subsamples)
@@ -377,7 +360,9 @@ class JointRuns:
                     )
                 check_unmasked(msg)
                 if self._data is None:
-                    self._find_data(msg)
+                    # On the states' device, because a copy from the host would synchronize.
+                    layout, device = self.layouts.layout, self.layouts.prior_draws.device
+                    self._data = layout.find_data(msg, self.subsamples, device)
                 if states is None:
                     return None
                 if not values:
@@ -441,11 +426,6 @@ class JointRuns:
             self.finite = self.finite and bool(total.isfinite().all())
         return total.flatten(1).t()
 
-    def _find_data(self, msg: Site) -> None:
-        # On the states' device, because a copy from the host would synchronize.
-        device = self.layouts.prior_draws.device
-        self._data = find_data_index(self.layouts.layout, msg, self.subsamples, device)
-
     @cached_property
     def _execution(self) -> Execution:
         return Execution(
@@ -479,8 +459,16 @@ class JointRuns:
             )
         both = with_searched(guide_trace, model_trace, names)
         terms = [broadcast_term(s) for s in scored(model_trace)]
-        # In the order of the first call, which numbers the blocks.
-        searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
+        # In the order of the first call, which numbers the blocks; in a dtype that promotes to any.
+        searched = [
+            Term(
+                FactorKey("guide", n),
+                s,
+                torch.zeros((), dtype=torch.int8, device=s["value"].device),
+            )
+            for n, s in both.nodes.items()
+            if n in names
+        ]
         all_terms = (*terms, *self._guide_terms, *searched)
         layout_fields = nesting, count, self.subsamples
         run = Run(both, model_trace, all_terms, *layout_fields)
@@ -510,12 +498,6 @@ def _inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
     inside = support.check(value)
     note(msg, outside=~inside)
     return torch.where(inside, value, torch.full_like(value, spec.low))
-
-
-def _no_density(site: Site) -> Term:
-    """Return the guide's term of a searched site: zero, in a dtype that promotes to any other."""
-    zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
-    return Term(FactorKey("guide", site["name"]), site, zero)
 
 
 def _expanded(site: Site, count: int, nesting: int) -> Tensor:

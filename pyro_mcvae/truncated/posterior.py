@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.sites import is_random
-from pyro_mcvae.programs.types import FactorKey, Site, plate_frames
+from pyro_mcvae.programs.types import Site, plate_frames
 from pyro_mcvae.truncated.joint import GuideDraws, JointRuns
 from pyro_mcvae.truncated.search import Population
 
@@ -133,36 +133,6 @@ class StatePosterior:
     def _batch_weights(self) -> Tensor:
         """Return the weights in the shape of the plates' batch dims, ``[*batch, S]``."""
         return self._batched(self.weights).movedim(0, -1)
-
-    def _site(self, name: str) -> Site:
-        """
-        Return a site of the model's trace with all states in one batch dim.
-
-        :raises ValueError: if the states were run one by one, or the model has no such site.
-        """
-        nodes = self.particles.runs[0].model_trace.nodes
-        if len(self.particles.runs) > 1:
-            raise ValueError("the states were run one by one: pass vectorize=True for the reason")
-        if name not in nodes:
-            raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
-        return nodes[name]
-
-    def _mean_at(self, site: Site, value: Tensor) -> Tensor:
-        """
-        Return the posterior mean of a value computed at a site of the model.
-
-        :param value: broadcast to ``[S, *batch, *event]``, if the site lies in a data plate.
-        :returns: ``[*batch, *event]``.
-        :raises ValueError: for a site outside the data plate.
-        """
-        if self.particles.block_of[0].get(FactorKey("model", site["name"])) is None:
-            raise ValueError(
-                f"site '{site['name']}' lies in no plate of discrete latents, so its values have "
-                f"no weights of a truncated posterior"
-            )
-        dim = 1 + self.runs.layouts.nesting + site["fn"].event_dim
-        value = value.reshape((1,) * (dim - value.dim()) + value.shape)
-        return _weighted_sum(self._aligned(dim), value)
 
     def _gather(self, name: str, index: Tensor, leading: bool = True) -> Tensor:
         """

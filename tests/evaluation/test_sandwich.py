@@ -227,7 +227,9 @@ def test_keyword_arguments_and_nested_ones_are_replaced():
 
     seen = Seen(guide)
     batch = {"x": torch.zeros(200)}
-    result = sandwich(wrapped(model), wrapped(seen), batch=batch, schedule=8, warmup=4)
+    result = sandwich(
+        wrapped(model), wrapped(seen), model_kwargs={"batch": batch}, schedule=8, warmup=4
+    )
     assert float(seen.data[-1].std()) > 0.5
     assert float(result.mean_gap) < 0.2
 

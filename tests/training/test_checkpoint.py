@@ -17,7 +17,6 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_mcvae import (
-    BernoulliPrior,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSIS_ELBO,
@@ -457,19 +456,6 @@ def test_a_function_around_an_autoguide_is_asked_for(tmp_path):
 
 
 # Parts by themselves --------------------------------------------------------------------------
-
-
-def test_closed_forms_keep_their_statistics():
-    prior = BernoulliPrior("z", torch.tensor([0.5, 0.5]))
-    prior.total, prior.count = torch.tensor([1.0, 3.0]), torch.tensor([4.0, 4.0])
-    state = copy.deepcopy(prior.state_dict())
-    prior.update()
-    other = BernoulliPrior("z", torch.tensor([0.1, 0.1]))
-    other.load_state_dict(state)
-    other.update()
-    assert torch.equal(other.parameter, prior.parameter)
-    with pytest.raises(ValueError, match=r"site 'z' has shape \(3,\), and was saved with \(2,\)"):
-        BernoulliPrior("z", torch.zeros(3)).load_state_dict(state)
 
 
 def test_generators_and_pyros_own_losses(tmp_path):
