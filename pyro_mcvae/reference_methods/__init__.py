@@ -1,1 +1,1 @@
-"""What objectives are compared with: wake-sleep and Monte Carlo EM."""
+"""Baselines: wake-sleep and Monte Carlo EM."""
