@@ -157,7 +157,7 @@ def test_a_model_that_observes_nothing_is_reported(caplog):
 
     result = log_evidence(prior, guide, X)
     assert bool((result.log_evidence.abs() < 4 * result.standard_error).all())
-    assert "the model observes nothing, so that its log evidence is 0" in caplog.text
+    assert "the model observes nothing, so its log evidence is 0" in caplog.text
 
 
 def bernoulli(probability, obs):

@@ -176,5 +176,5 @@ def test_guides_of_one_class_are_judged_with_their_own_parameters():
 def test_guides_that_share_the_store_are_named():
     pyro.clear_param_store()
     pairs = {name: located(mean, cleared=False) for name, mean in {"a": 0.0, "b": 20.0}.items()}
-    with pytest.warns(UserWarning, match=r"parameter 'AutoNormal.* one and the same"):
+    with pytest.warns(UserWarning, match=r"parameter 'AutoNormal.* is shared with another"):
         compare_models(pairs, torch.tensor(3.0), num_particles=50, seed=0)

@@ -137,7 +137,7 @@ def test_one_weight_for_all_data_does_not_add_up():
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(x / 2, 0.8))
 
-    with pytest.raises(ValueError, match="not the sum of theirs"):
+    with pytest.raises(ValueError, match="not the sum of their evidence"):
         log_evidence_loader(model, guide, X.split(2), progress=False)
 
 

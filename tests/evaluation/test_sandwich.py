@@ -314,7 +314,7 @@ def test_models_that_are_no_distribution_are_refused():
 
 
 def test_unadjusted_kernels_and_messengers_are_refused():
-    with pytest.raises(ValueError, match="ULA cannot be run backwards"):
+    with pytest.raises(ValueError, match="ULA cannot run backwards"):
         sandwich(model, guide, torch.zeros(3), kernel=ULA())
     with pytest.raises(ValueError, match="only kernels that leave"):
         anneal_back(None, LinearSchedule(2)(), ULA(), None)
