@@ -120,6 +120,11 @@ def without_prior(programs: Programs, run: Run) -> frozenset[str]:
         )
 
 
+def masked_otherwise(run: Run) -> list[str]:
+    """Return latents with masks in both programs, whose guide counts more entries."""
+    return [n for n, site in _masked_latents(run).items() if counted_values(site) is not None]
+
+
 def with_priors(model: Program, names: frozenset[str]) -> Program:
     """Return the model with the prior of all entries of these latents."""
     return cast("Program", _WithGuideMask(dict.fromkeys(names))(model))

@@ -24,7 +24,12 @@ from pyro_mcvae.checks.faults import (
     common_scale,
     scaled_latents,
 )
-from pyro_mcvae.checks.masks import check_unweighed, with_priors, without_prior
+from pyro_mcvae.checks.masks import (
+    check_unweighed,
+    masked_otherwise,
+    with_priors,
+    without_prior,
+)
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
 from pyro_mcvae.ops.tensors import (
     after_backward,
@@ -266,6 +271,11 @@ _BASELINE = (
     "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
     "NVIL(network)"
 )
+_OTHER_MASK = (
+    "site '%s' has entries that a mask removes from the model, while the guide's mask counts them: "
+    "no prior limits their entropy, and the objective is no bound on log p(x). Put the same "
+    "poutine.mask around the site in model and guide, or remove the guide's mask"
+)
 _POINTS = (
     "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
     "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
@@ -352,6 +362,8 @@ class ModelWarnings:
                 self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
+        for name in (n for run in runs for n in masked_otherwise(run)):
+            self._warn(_OTHER_MASK % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)

@@ -420,6 +420,15 @@ def test_masked_latents_that_the_guide_counts_have_their_prior(make, model, coun
     assert steps(model) == pytest.approx(steps(counting), rel=1e-9)
 
 
+def test_different_masks_of_model_and_guide_are_logged(caplog):
+    more = torch.tensor([True, True, False])
+    TraceIWAE_ELBO(3).loss(imputing, lambda: imputing_guide(more))
+    assert "'x_unobserved' has entries that a mask removes from the model" in caplog.text
+    caplog.clear()
+    TraceIWAE_ELBO(3).loss(imputing, lambda: imputing_guide(~OBSERVED))
+    assert "x_unobserved" not in caplog.text
+
+
 def test_a_mask_that_removes_entries_of_a_later_minibatch_alone():
     """The first series are full, so that the first analysis has nothing to compare."""
 
