@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -375,6 +376,94 @@ def owns_outputs(graph: Graph) -> bool:
     owners = [owner_of.get(value, value) for value in returned]
     shared = any(n.op == "placeholder" for n in (*owners, *_targets(graph)))
     return len(set(owners)) == len(returned) and not shared
+
+
+# 1. Gradients of parts ----------------------------------------------------------------------------
+
+_SELECTED, _SLICED = _aten.select_backward.default, _aten.slice_backward.default
+
+
+def join_parts(graph: Graph, least: int) -> None:
+    """
+    Stack the gradients of the parts of a tensor, such as of ``x[k]`` at each transition k.
+
+    They are recorded as a sum of tensors that are zero elsewhere, each with an index that no other
+    transition has. The terms of an entry are added in the same order, those without an index last.
+
+    :param least: the number of parts from which on they are stacked.
+    """
+    sums: dict[Node, list[Any]] = {}
+    for node in graph.nodes:
+        if _is_sum(node):
+            sums[node] = terms = []
+            for term in node.args:
+                terms += sums.pop(term) if term in sums and len(term.users) == 1 else [term]
+    for root, terms in sums.items():
+        # Each layer has parts that do not overlap.
+        layers: dict[Hashable, list[dict[tuple[int, int], Node]]] = defaultdict(list)
+        for node in [t for t, count in Counter(terms).items() if count == 1 and _is_part(t)]:
+            begin, end = _interval(node)
+            found = layers[node.target, key_of(node.args[1:3])]
+            free = (x for x in found if all(end <= b or e <= begin for b, e in x))
+            if (layer := next(free, None)) is None:
+                found.append(layer := {})
+            layer[begin, end] = node
+        long = [x for found in layers.values() for x in found if len(x) >= least]
+        joined = {n for layer in long for n in layer.values()}
+        if joined:
+            with graph.inserting_before(root):
+                total, *others = [_stacked(graph, layer) for layer in long]
+                for term in (*others, *(t for t in terms if t not in joined)):
+                    total = graph.call_function(_aten.add.Tensor, (total, term))
+            root.replace_all_uses_with(total)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (_is_sum(node) or _is_part(node)):
+            graph.erase_node(node)
+
+
+def _is_sum(node: Node) -> bool:
+    """Return whether a node adds two tensors of its own shape and type."""
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return False
+    metas = [a.meta.get("tensor_meta") if isinstance(a, Node) else None for a in (*node.args, node)]
+    kinds: set[Any] = {None if m is None else (m.shape, m.dtype) for m in metas}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _is_part(node: Node) -> bool:
+    step = node.args[5:] == (1,) if node.target is _SLICED else node.target is _SELECTED
+    return step and len(node.users) <= 1
+
+
+def _interval(part: Node) -> tuple[int, int]:
+    """Return the first index of a part and the index after its last one."""
+    args: Any = part.args
+    _, sizes, dim, *where = args
+    if part.target is _SELECTED:
+        return where[0] % sizes[dim], where[0] % sizes[dim] + 1
+    begin, end, _ = slice(*where).indices(sizes[dim])
+    return begin, max(begin, end)
+
+
+def _stacked(graph: Graph, layer: dict[tuple[int, int], Node]) -> Node:
+    """Return the sum of parts that do not overlap."""
+    first = next(iter(layer.values()))
+    args: Any = first.args
+    selected, (sizes, dim), at = first.target is _SELECTED, args[1:3], 0
+    pieces: list[Any] = []
+    kind = {"dtype": first.meta["tensor_meta"].dtype, "device": first.meta["device"]}
+    for begin, end in [*sorted(layer), (sizes[dim], sizes[dim])]:
+        if begin > at:
+            shape = [*sizes]
+            shape[dim] = begin - at
+            if selected:
+                del shape[dim]
+            zeros = graph.call_function(_aten.full.default, (shape, 0.0), kind)
+            pieces += [zeros] * (begin - at if selected else 1)
+        pieces += [layer[begin, end].args[0]] if (begin, end) in layer else []
+        at = end
+    target = _aten.stack.default if selected else _aten.cat.default
+    return graph.call_function(target, (pieces, dim))
 
 
 # Updates in place ---------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ A recorded chain of K transitions has K copies of the same operations, and K mor
 Compiled as a whole, its time to compile grows with K. Here a body is compiled once, and a driver,
 which is a graph itself, calls it for each copy.
 
-1. :func:`_join_parts` takes out what differs between the copies without need.
-2. :func:`_find_cuts` finds periods in the order of recording, and cuts where copies begin and end.
-3. Each :class:`_Part`, what lies between two cuts, is made a function of what it reads. Parts that
+1. :func:`_find_cuts` finds periods in the order of recording, and cuts where copies begin and end.
+2. Each :class:`_Part`, what lies between two cuts, is made a function of what it reads. Parts that
    are the same function are compiled once.
 
-The third step alone decides what is computed: a wrong period costs time to compile, and changes no
+The second step alone decides what is computed: a wrong period costs time to compile, and changes no
 number.
 """
 
@@ -27,7 +26,14 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.graph import Graph
 from torch.fx.node import map_arg
 
-from pyro_mcvae.compiled.graph import functional_nodes, is_draw, key_of, returned_by, viewed_by
+from pyro_mcvae.compiled.graph import (
+    functional_nodes,
+    is_draw,
+    join_parts,
+    key_of,
+    returned_by,
+    viewed_by,
+)
 from pyro_mcvae.ops.tensors import Generators
 
 _aten = torch.ops.aten
@@ -47,7 +53,7 @@ def outline(graph: GraphModule, example: list[Tensor]) -> Outline | None:
     """Find what repeats in a graph, which the example's inputs fit; None if nothing does."""
     copy = Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
-    _join_parts(copy)
+    join_parts(copy, _COPIES)
     generators = Generators()
     _Layouts(GraphModule(torch.nn.Module(), copy)).run(*example)
     generators.put_back()
@@ -83,95 +89,7 @@ _DRAWN_LIKE = {
 }
 
 
-# 1. Gradients of parts ----------------------------------------------------------------------------
-
-_SELECTED, _SLICED = _aten.select_backward.default, _aten.slice_backward.default
-
-
-def _join_parts(graph: Graph) -> None:
-    """
-    Stack the gradients of the parts of a tensor, such as of ``x[k]`` at each transition k.
-
-    They are recorded as a sum of tensors that are zero elsewhere, with an index that no other copy
-    has. The terms of an entry are added in the same order as before, those without an index last.
-    """
-    sums: dict[Node, list[Any]] = {}
-    for node in graph.nodes:
-        if _is_sum(node):
-            sums[node] = terms = []
-            for term in node.args:
-                terms += sums.pop(term) if term in sums and len(term.users) == 1 else [term]
-    for root, terms in sums.items():
-        # Each layer has parts that do not overlap.
-        layers: dict[Hashable, list[dict[tuple[int, int], Node]]] = defaultdict(list)
-        for node in [t for t, count in Counter(terms).items() if count == 1 and _is_part(t)]:
-            begin, end = _interval(node)
-            found = layers[node.target, key_of(node.args[1:3])]
-            free = (x for x in found if all(end <= b or e <= begin for b, e in x))
-            if (layer := next(free, None)) is None:
-                found.append(layer := {})
-            layer[begin, end] = node
-        long = [x for found in layers.values() for x in found if len(x) >= _COPIES]
-        joined = {n for layer in long for n in layer.values()}
-        if not joined:
-            continue
-        with graph.inserting_before(root):
-            total, *others = [_stacked(graph, layer) for layer in long]
-            for term in (*others, *(t for t in terms if t not in joined)):
-                total = graph.call_function(_aten.add.Tensor, (total, term))
-        root.replace_all_uses_with(total)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and (_is_sum(node) or _is_part(node)):
-            graph.erase_node(node)
-
-
-def _is_sum(node: Node) -> bool:
-    """Return whether a node adds two tensors of its own shape and type."""
-    if node.target is not _aten.add.Tensor or node.kwargs:
-        return False
-    metas = [a.meta.get("tensor_meta") if isinstance(a, Node) else None for a in (*node.args, node)]
-    kinds: set[Any] = {None if m is None else (m.shape, m.dtype) for m in metas}
-    return len(kinds) == 1 and None not in kinds
-
-
-def _is_part(node: Node) -> bool:
-    if node.target not in (_SELECTED, _SLICED) or len(node.users) > 1:
-        return False
-    return node.target is _SELECTED or bool(node.args[5] == 1)
-
-
-def _interval(part: Node) -> tuple[int, int]:
-    """Return the first index of a part and the index after its last one."""
-    args: Any = part.args
-    _, sizes, dim, *where = args
-    if part.target is _SELECTED:
-        return where[0] % sizes[dim], where[0] % sizes[dim] + 1
-    begin, end, _ = slice(*where).indices(sizes[dim])
-    return begin, max(begin, end)
-
-
-def _stacked(graph: Graph, layer: dict[tuple[int, int], Node]) -> Node:
-    """Return the sum of parts that do not overlap."""
-    first = next(iter(layer.values()))
-    args: Any = first.args
-    selected, (sizes, dim), at = first.target is _SELECTED, args[1:3], 0
-    pieces: list[Any] = []
-    kind = {"dtype": first.meta["tensor_meta"].dtype, "device": first.meta["device"]}
-    for begin, end in [*sorted(layer), (sizes[dim], sizes[dim])]:
-        if begin > at:
-            shape = [*sizes]
-            shape[dim] = begin - at
-            if selected:
-                del shape[dim]
-            zeros = graph.call_function(_aten.full.default, (shape, 0.0), kind)
-            pieces += [zeros] * (begin - at if selected else 1)
-        pieces += [layer[begin, end].args[0]] if (begin, end) in layer else []
-        at = end
-    target = _aten.stack.default if selected else _aten.cat.default
-    return graph.call_function(target, (pieces, dim))
-
-
-# 2. Copies ----------------------------------------------------------------------------------------
+# 1. Copies ----------------------------------------------------------------------------------------
 
 
 class _Items:
@@ -236,19 +154,15 @@ def _find_cuts(items: _Items) -> set[int]:
                 distances[i - last.get(token, i)] += 1
                 last[token] = i
         del distances[0]
-        periods = [p for p, _ in distances.most_common(12) if p <= _LONGEST]
-        best = max((_copies(tokens, items.sources, p) for p in periods), key=_saved, default=[])
+        periods = [1, *(p for p, _ in distances.most_common(12) if p <= _LONGEST)]
+        found = [_copies(tokens, items.sources, p) for p in periods]
+        # The one that leaves the fewest operations to compile.
+        best = max(found, key=lambda c: sum(e - b for b, e in c) - sum({e - b for b, e in c}))
         if not best:
             return cuts
         for begin, end in best:
             cuts |= {begin, end}
             tokens[begin:end] = [None] * (end - begin)
-
-
-def _saved(copies: list[tuple[int, int]]) -> int:
-    """Return how many operations need not be compiled."""
-    lengths = {(end - begin) for begin, end in copies}
-    return sum(end - begin for begin, end in copies) - sum(lengths)
 
 
 def _copies(
@@ -280,7 +194,7 @@ def _copies(
     return copies
 
 
-# 3. Parts and their driver ------------------------------------------------------------------------
+# 2. Parts and their driver ------------------------------------------------------------------------
 
 
 class _Part:
@@ -331,13 +245,15 @@ class _Body:
         places: dict[tuple[Node, ...], Node] = {}
         slots = []
         for nodes in zip(*(part.inputs for part in parts), strict=True):
-            views = []  # which all of them read of other tensors
-            while all(n in items.views for n in nodes) and len({_own(n) for n in nodes}) == 1:
-                views.append(nodes[0])
-                nodes = tuple(items.views[n] for n in nodes)
+            shown = [nodes]  # and of what they are the same views in all parts
+            while all(n in items.views for n in nodes) and len(set(map(_token, nodes))) == 1:
+                shown.append(nodes := tuple(items.views[n] for n in nodes))
+            while "layout" not in shown[-1][0].meta:  # several tensors
+                shown.pop()
+            *views, nodes = shown
             if nodes not in places:
                 places[nodes] = graph.placeholder(f"input_{len(places)}")
-            slots.append((places[nodes], views))
+            slots.append((places[nodes], [v[0] for v in views]))
         self.inputs = list(zip(*places, strict=True)) or [()] * len(parts)
         read = iter(slots)
 
@@ -354,17 +270,8 @@ class _Body:
         values = list(copies.values())
         graph.output(tuple(values[i] for i in self.outputs))
         self.graph = GraphModule(torch.nn.Module(), graph)
-        self.example = [_like(n.meta["layout"]) for n in self.inputs[0]]
-
-
-def _own(view: Node) -> Hashable:
-    """Return what a view is, apart from the tensor that it shows."""
-    return view.target, key_of(map_arg((view.args, view.kwargs), lambda _: "source"))
-
-
-def _like(layout: tuple[Any, ...]) -> Tensor:
-    shape, stride, dtype, device = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        layouts = [n.meta["layout"] for n in self.inputs[0]]
+        self.example = [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in layouts]
 
 
 class Outline:
@@ -384,7 +291,7 @@ class Outline:
         for step in self._steps:
             if isinstance(step, _Part):
                 groups[step.key].append(step)
-            read = step.inputs if isinstance(step, _Part) else step[0].all_input_nodes
+            read = step[0].all_input_nodes if isinstance(step, list) else step.inputs
             self._needed |= {items.owner(n) for n in read}
         self._bodies = [_Body(g, self._needed, returned, items) for g in groups.values()]
         self.size = sum(len(parts[0].values) for parts in groups.values())
@@ -414,9 +321,8 @@ class Outline:
         for node in (*self._graph.find_nodes(op="placeholder"), *self._draws):
             value(node)
         for step in self._steps:
-            if not isinstance(step, _Part):
-                for node in step:
-                    value(node)
+            if isinstance(step, list):
+                values |= {node: value(node) for node in step}
                 continue
             run, inputs, outputs = calls[step]
             found, nodes = driver.call_function(run, tuple(map(value, inputs))), list(step.values)
