@@ -1,6 +1,6 @@
-"""Faults of PyTorch and Pyro in numbers: distributions, and the ELBO of padded series.
+"""Measure known faults of PyTorch and Pyro: distributions, and the ELBO of padded series.
 
-Losses of this package correct or refuse these; docs/migration.md lists them. Run it::
+docs/migration.md lists them, and what the losses of this package do in each case. Run it::
 
     python tutorials/upstream_faults.py
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 
 def lkj(dim: int, count: int = 400_000) -> tuple[float, float]:
-    """The mean weight of draws with concentration 1.5 under concentration 1.0, which is 1."""
+    """Return the mean weight of draws with concentration 1.5 under concentration 1.0 (exact 1)."""
     q, p = (dist.LKJCholesky(dim, torch.tensor(c)) for c in (1.5, 1.0))
     z = q.sample((count,))
     return float((p.log_prob(z) - q.log_prob(z)).exp().mean()), 1.0
 
 
 def sine(count: int = 100_000) -> tuple[float, float]:
-    """The mean cosine of the first angle, by draws and by quadrature of the density."""
+    """Return the mean cosine of the first angle, by draws and by quadrature of the density."""
     concentrations = {
         "phi_concentration": torch.tensor(5.0),
         "psi_concentration": torch.tensor(3.0),
@@ -38,14 +38,14 @@ def sine(count: int = 100_000) -> tuple[float, float]:
 
 
 def coalescent(rate: float, count: int = 3000) -> tuple[float, float]:
-    """The mean time back to the first coalescence of three leaves, and the exact one."""
+    """Return the mean time to the first coalescence of three lineages, and the exact one."""
     fn = dist.CoalescentTimes(torch.zeros(3), rate=torch.tensor(rate))
     times = torch.stack([fn.sample() for _ in range(count)])
     return float(-times.max(-1).values.mean()), 1 / (3 * rate)
 
 
 def mixture(shared: bool, count: int = 1_400_000) -> tuple[float, float]:
-    """The derivative of E[z'Az] with respect to the first logit, through draws and exactly."""
+    """Return the derivative of E[z'Az] by the first logit, through draws and exactly."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -63,7 +63,7 @@ def mixture(shared: bool, count: int = 1_400_000) -> tuple[float, float]:
 
 
 def sylvester(dim: int = 5, tries: int = 20) -> tuple[float, float]:
-    """The largest error of the log determinant, over transforms with normal weights."""
+    """Return the largest error of the log determinant, over transforms with normal weights."""
     worst = 0.0
     for _ in range(tries):
         flow = dist.transforms.Sylvester(dim, count_transforms=1)

@@ -142,7 +142,7 @@ class IndependentDraw(Baseline):
     r"""
     REINFORCE+: the cost of an independent draw is subtracted from all slots' costs.
 
-    One draw for each datum serves all of its slots, so a step evaluates k + n + 1 of them.
+    All slots of a datum use the same draw, so a step evaluates k + n + 1 slots.
 
     Example::
 
@@ -160,10 +160,11 @@ class IndependentDraw(Baseline):
 
 class LeaveOneOut(Baseline):
     r"""
-    The mean cost of the other draws is subtracted from each draw's, and that of all draws from
-    the summed categories' (see :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`).
+    The mean cost of the other draws is subtracted from the cost of each draw, and the mean cost of
+    all draws from the costs of the summed categories (see
+    :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`).
 
-    Needs ``num_samples >= 2``.
+    It needs ``num_samples >= 2``.
 
     Example::
 
@@ -200,9 +201,9 @@ class SummedMean(Baseline):
 
 class LearnedBaseline(Baseline, StoredModule):
     """
-    A baseline with parameters. As part of an ELBO it is trained by the optimizer of the step.
+    A baseline with parameters, which are trained together with the parameters of the model.
 
-    Its input is the first argument of the programs' call, or a site's
+    Its input is the first argument of the model and guide, or a site's
     ``infer={"mcvae": {"baseline_input": x[idx]}}``.
     """
 
@@ -213,7 +214,7 @@ class LearnedBaseline(Baseline, StoredModule):
         args = signal.programs.args
         if not args or not isinstance(args[0], Tensor):
             raise ValueError(
-                f"{type(self).__name__} takes the programs' first argument as its input, got "
+                f"{type(self).__name__} takes the first argument of the model as its input, got "
                 f"{type(args[0]).__name__ if args else 'none'}: pass another one by "
                 f"infer={{'mcvae': {{'baseline_input': x}}}} at guide site '{signal.name}'"
             )
@@ -353,7 +354,7 @@ class RELAX(LearnedBaseline):
         learned = [p for p in self.parameters() if p.requires_grad]
         if not learned or not gradient.requires_grad:
             return 0.0
-        # Only for the control variate, which may also depend on the programs' parameters.
+        # Only for the control variate, which may also depend on parameters of the model or guide.
         gradients = torch.autograd.grad((gradient**2).sum(), learned, allow_unused=True)
         parts = [(g * p).sum() for g, p in zip(gradients, learned, strict=True) if g is not None]
         return torch.stack(parts).sum().to(gradient.dtype) if parts else 0.0
@@ -423,8 +424,8 @@ class GumbelSoftmax(Baseline):
     ``entropy="exact"`` computes the entropy without the relaxation.
 
     :param float temperature: may be changed between steps, to anneal it.
-    :param bool hard: straight-through: the programs receive one-hot values, the gradient is that of
-        the soft ones.
+    :param bool hard: straight-through: the model gets one-hot values, with the gradient of the soft
+        values.
     :raises ValueError: if the temperature is not positive.
 
     [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.

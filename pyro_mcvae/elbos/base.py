@@ -54,9 +54,9 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, is_subsampled, plate_frames
 from pyro_mcvae.structure.cache import Analyses
 
-# What one step of an objective comes to: its value, its gradient, and its value per datum.
+# The result of one step: its value, its gradient, and its value per datum.
 
-# A sum of tensors, or a number where it had no summands.
+# A sum of tensors, or a number if there are no summands.
 Sum: TypeAlias = Tensor | float
 
 
@@ -68,8 +68,8 @@ class Bounds(NamedTuple):
         not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
         separate plates.
     :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
-    :ivar ~torch.Tensor shared: the terms that belong to no single datum: the global latents' log p
-        - log q and the factors outside the data's plates, scaled; a scalar.
+    :ivar ~torch.Tensor shared: the scaled terms that belong to no single datum: log p - log q of
+        the global latents, and factors outside the data's plates; a scalar.
     :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
 
     Example::
@@ -104,11 +104,11 @@ class Estimate:
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
-    :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar runs: the executions of the step, to name a site where the value is not finite.
     :ivar scored: whether the surrogate has the score-function terms of draws without
-        reparameterization; a training step with such draws is refused otherwise.
-    :ivar averaged: whether no latent could be weighed, so that particles are averaged as in the
-        plain ELBO.
+        reparameterization; otherwise a training step with such draws raises an error.
+    :ivar averaged: whether no latent has a weight, so that particles are averaged as in the plain
+        ELBO.
     :ivar overflow: the error message if every site is finite and the value is not.
     :ivar causes: returns the causes that are checked before the sites, one line each.
     :ivar remedy: the advice in the error message.
@@ -129,13 +129,13 @@ class Estimate:
 
 
 def add_up(summands: Iterable[Sum]) -> Sum:
-    """Sum; nothing is added to a single summand."""
+    """Sum the values, without an operation for a single value."""
     tensors = [s for s in summands if isinstance(s, Tensor)]
     return sum(tensors[1:], tensors[0]) if tensors else 0.0
 
 
 def times(value: Tensor, factor: float | Tensor) -> Tensor:
-    """Multiply; a factor of the number 1 costs no operation."""
+    """Multiply, without an operation for a factor of the number 1."""
     return value if not isinstance(factor, Tensor) and factor == 1 else value * factor
 
 
@@ -163,7 +163,7 @@ def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
     return ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
 
 
-# Whether the gradients of a step are finite, where its loss is.
+# Checks whether the gradients of a step are finite.
 
 _REMEDY = (
     "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
@@ -178,14 +178,14 @@ class GradientCheck:
     Finds gradients that are not finite after a backward pass.
 
     :param runs: the executions of the step, whose parameters are checked.
-    :param loss: the objective, whose own parameters are checked too.
+    :param loss: the objective, whose parameters are checked, too.
     """
 
     def __init__(self, runs: list[Run], loss: object) -> None:
         self._runs, self._loss = runs, loss
 
     def total(self) -> Tensor | None:
-        """Return a number that is finite only if all gradients are; None without gradients."""
+        """Return a number that is finite if all gradients are finite; None without gradients."""
         return total_norm(g for p in self._trained() if (g := p.grad) is not None)
 
     def clear(self) -> None:
@@ -256,7 +256,7 @@ def _entries(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-# What an objective says of a pair of programs, once, or refuses.
+# Warnings and errors about a model and guide.
 
 _logger = logging.getLogger(__name__)
 
@@ -324,17 +324,16 @@ class ModelWarnings:
 
     def check(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
-        Warn of, or refuse, options of a model and guide that probably do not have the intended
-        effect.
+        Warn about masks and scales that probably have no intended effect, or raise an error.
 
-        Masks and scales may change, so each analysis of the programs checks them again.
+        Masks and scales may change, so each analysis of the model and guide checks them again.
 
         :param runs: the runs of the step; empty for bounds per datum.
-        :param weighs: returns whether a site of the guide is part of a weight in an objective that
-            is more than a mean of log weights.
+        :param weighs: returns whether a site of the guide is part of a weight, and the objective is
+            not a mean of log weights.
         """
         if is_recording():
-            return  # the uncompiled steps before were checked
+            return  # the uncompiled steps before the recording were checked
         collected = collects_parameters()
 
         def find_problems() -> None:
@@ -372,7 +371,7 @@ class ModelWarnings:
             self._warn(_OBSERVED % term.key.name)
 
     def warn_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
-        """Warn once for a pair of programs that no latent is weighed, and name the cause."""
+        """Warn once per model and guide that no latent has a weight, and name the cause."""
         drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
         if is_recording() or not any(weighs(t.site) for t in drawn.values()):
             return
@@ -381,7 +380,7 @@ class ModelWarnings:
         )
 
     def _warn_scales(self, run: Run) -> None:
-        """Warn of each latent that is scaled inside the weights, and again above 1."""
+        """Warn once about each latent that is scaled inside the weights, and again above 1."""
         plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
         local = [t for t in run.terms if plate_frames(t.site) or not plated]
         for name, scales in scaled_latents(local).items():
@@ -393,7 +392,7 @@ class ModelWarnings:
 
 
 def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]]:
-    """Yield latents and data of one size outside plates: a plate was probably forgotten."""
+    """Yield latents and data of equal size outside plates, which are probably independent."""
     for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
         for latent in drawn:
             sites = latent.site, data.site
@@ -415,9 +414,9 @@ def _why_averaged(run: Run, drawn: Mapping[str, Term]) -> str:
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:
     """
-    Refuse draws without reparameterization.
+    Raise an error for draws without reparameterization.
 
-    Without its score-function term the gradient would be wrong without notice.
+    Without their score-function terms the gradient would be wrong.
 
     :raises ValueError: naming such a draw.
     """
@@ -430,11 +429,11 @@ def refuse_scores(objective: str, runs: list[Run]) -> None:
         )
 
 
-# What every objective shares: Pyro's interface around one estimate of a bound.
+# Pyro's interface around one estimate of a bound, for all objectives.
 
 
 class ELBOOptions(TypedDict, total=False):
-    """Pyro's own arguments, which every objective passes on to :class:`MonteCarloELBO`."""
+    """The arguments of Pyro's losses, which objectives pass to :class:`MonteCarloELBO`."""
 
     max_plate_nesting: float
     vectorize_particles: bool | None
@@ -448,7 +447,7 @@ def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> 
     """
     Check the arguments that an objective passes to :class:`MonteCarloELBO`.
 
-    :raises TypeError: for arguments of other objectives, which would have no effect.
+    :raises TypeError: for arguments of other objectives, because they would have no effect.
     """
     for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
         known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
@@ -473,18 +472,19 @@ class MonteCarloELBO(FixedOptions, ELBO):
     :param vectorize_particles: None runs all particles in one batch if that gives the densities of
         a loop: in the outermost batch dim, or under ``vmap``. Otherwise it loops and logs the
         reason. True raises an error instead of looping; False always loops.
-    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
-        False samples them. Sites of the model that are marked ``infer={"enumerate": "parallel"}``,
-        and that the guide does not draw, are summed exactly: log p(x, z) = log sum_y p(x, y, z).
-    :param bool retain_graph: passed on to ``backward``.
-    :param bool ignore_jit_warnings: accepted as by Pyro's losses, without effect.
-    :param dict jit_options: accepted without effect; nothing is compiled by ``torch.jit``.
+    :param bool strict_enumeration_warning: raise an error for guide sites that are marked for
+        enumeration; False samples them. Sites of the model that are marked
+        ``infer={"enumerate": "parallel"}`` and are not in the guide are summed exactly:
+        log p(x, z) = log sum_y p(x, y, z).
+    :param bool retain_graph: passed to ``backward``.
+    :param bool ignore_jit_warnings: has no effect; accepted for compatibility with Pyro's losses.
+    :param dict jit_options: has no effect; accepted for compatibility with Pyro's losses.
     :ivar sampler: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler`, from which subclasses
         get the weights of a step.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
-    Example, a custom objective: the bound of the best of K particles. It gets the weights of a step
-    from ``self.sampler``. The package does plates, scales, subsampling, global and discrete
+    Example: a custom objective, the largest log weight of K particles. It takes the weights of a
+    step from ``self.sampler``. The package handles plates, scales, subsampling, global and discrete
     latents, and Pyro's interfaces::
 
         >>> import pyro, torch
@@ -512,7 +512,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):
-            # SVI takes any function for a loss, and calls it with the model and the guide.
+            # SVI accepts any function as a loss, and calls it with the model and the guide.
             raise ValueError(
                 f"{cls.__name__} was called with a model and a guide, as SVI(..., "
                 f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
@@ -554,17 +554,17 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return LossModule(model, guide, self)
 
     def _is_initialized(self) -> bool:
-        return "_warnings" in vars(self)  # Pyro's base class assigns some of them twice
+        return "_warnings" in vars(self)  # Pyro's base class assigns some attributes twice
 
     def __getstate__(self) -> dict[str, object]:
-        # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.
+        # As in a PyroModule: the store adds weak references to parameters that SVI has trained.
         for parameter in self.parameters() if isinstance(self, nn.Module) else ():
             vars(parameter).pop("unconstrained", None)
         return self.__dict__.copy()
 
     @property
     def num_particles(self) -> int:
-        """Return the number of draws; a new value counts from the next step."""
+        """Return the number of draws. A new value applies from the next step."""
         return self.sampler.num_particles
 
     @num_particles.setter
@@ -572,20 +572,21 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self._use_particles(check_count("num_particles", num_particles))
 
     def _use_particles(self, num_particles: int) -> None:
-        """Draw that many from now on; a subclass refuses what its estimator cannot do with."""
+        """Set the number of draws. Subclasses raise an error for numbers they do not support."""
         self.sampler.num_particles = num_particles
 
     def _weighs(self, site: Site) -> bool:
         """
-        Return whether a guide site is part of a weight in an objective that is more than a mean of
-        log weights. Then scales do not multiply the bound, and every draw needs its density.
+        Return whether a guide site is part of a weight, and the objective is not a mean of log
+        weights. Then scales do not multiply the bound, and every draw needs its density.
         """
         return True
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
         """
-        Return the value and surrogate of one step; without gradients the surrogate needs no graph.
+        Return the value and surrogate of one step. If gradients are off, the surrogate needs no
+        graph.
         """
 
     def _counted(self, programs: Programs) -> tuple[Programs, Estimate]:
@@ -654,8 +655,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         Return minus the bound, as a scalar tensor whose ``backward`` adds the gradient estimate.
 
-        Checks that the value, and after ``backward`` the gradient, are finite only while Pyro's
-        validation is enabled, so that without validation no value leaves the device.
+        If Pyro's validation is enabled, the value and, after ``backward``, the gradient are checked
+        for finiteness. Without validation the host reads no value from the device.
 
         :raises ValueError: as :meth:`loss`; in ``backward`` as :meth:`loss_and_grads`.
         """
@@ -679,9 +680,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         :returns: the loss in nats, as :meth:`loss`.
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
-            been accumulated then. And naming the parameters whose gradient is not finite though the
-            loss is; the gradients of the step's parameters are None then, so that no optimizer can
-            train on them.
+            been accumulated in this case. Or naming the parameters whose gradient is not finite
+            although the loss is; the gradients of the step's parameters are then set to None, so
+            that no optimizer uses them.
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
         if not estimate.surrogate.requires_grad or is_recording():
@@ -695,7 +696,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return loss
 
     def _checked_backward(self, estimate: Estimate) -> float:
-        """Accumulate the gradient; the loss and whether it is finite leave a device at once."""
+        """Accumulate the gradient. Read the loss and the check from the device together."""
         check, free = GradientCheck(estimate.runs, self), costs_nothing_to_read(estimate.value)
         loss = finite_loss(estimate) if free else math.nan
         self._backward(estimate.surrogate)
@@ -724,7 +725,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         :returns: :class:`.Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
             ``bounds.total`` is minus the loss.
-        :raises NotImplementedError: for an objective of one's own without a value per datum.
+        :raises NotImplementedError: for a custom objective without a value per datum.
 
         Example::
 

@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 Batches = Iterable[object] | Callable[[], Iterable[object]]
 Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
 
-# Of training, where nothing is said.
+# The default training time.
 _SECONDS = 30.0
-# Differences within so many standard errors are none.
+# Differences within this number of standard errors are not significant.
 _ERRORS = 2.0
-# The same for the logarithm of effective sample sizes.
+# The threshold for differences of the logarithm of effective sample sizes.
 _ALIKE = 0.1
-# How many points of a bound, each a mean over steps, are drawn.
+# The number of plotted points of a bound. Each is a mean over steps.
 _POINTS = 200
 
 
@@ -71,16 +71,16 @@ class TrainedCopy:
     """
     The results of one loss in :func:`compare`.
 
-    :ivar bounds: its own bound at every step, in nats per weight.
+    :ivar bounds: the bound of the loss at every step, in nats per weight.
     :ivar seconds: the training time.
     :ivar times: the time of each step, in seconds.
-    :ivar curve: by step, the training time until then and the :class:`.LogEvidence`, by importance
-        sampling with few particles.
+    :ivar curve: for some steps, the training time so far and the :class:`.LogEvidence`, by
+        importance sampling with few particles.
     :ivar guide: the :class:`.LogEvidence` by importance sampling after training.
     :ivar evidence: the :class:`.LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
         otherwise the same as ``guide``.
-    :ivar failed: the error that stopped training, or an empty string. The evidence is then the last
-        one of the curve.
+    :ivar failed: the error that stopped training, or an empty string. After an error, the evidence
+        is the last one of the curve.
     """
 
     bounds: list[float]
@@ -93,7 +93,7 @@ class TrainedCopy:
 
     @property
     def last_bound(self) -> float:
-        """Return the mean of the loss's own bound over the last tenth of the steps."""
+        """Return the mean bound of the loss over the last tenth of the steps."""
         last = self.bounds[-max(1, len(self.bounds) // 10) :]
         return sum(last) / len(last) if last else math.nan
 
@@ -105,11 +105,12 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
+    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name. :func:`compare` has an
+    example.
 
     :param copies: the results of each loss.
-    :param parts: what training changes: the programs' modules, and the parameter store.
-    :param bool learns: whether the model has parameters; if not, all have one evidence.
+    :param parts: the objects that training changes: modules, and the parameter store.
+    :param bool learns: whether the model has parameters. If not, the evidence is the same for all.
     """
 
     def __init__(self, copies: dict[str, TrainedCopy], parts: list[Part], learns: bool) -> None:
@@ -120,7 +121,7 @@ class Comparison(dict[str, TrainedCopy]):
 
     def use(self, name: str) -> None:
         """
-        Give the programs the values that training by this loss ended with.
+        Set the parameters of the model and guide to the trained values of this loss.
 
         :raises ValueError: for a name that was not compared.
         """
@@ -131,9 +132,9 @@ class Comparison(dict[str, TrainedCopy]):
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
-        Return the difference of the mean log evidences of two losses, and its standard error. The
-        error is that of the paired differences over data; with a single weight, it is the Monte
-        Carlo error.
+        Return the difference of the mean log evidence of two losses, and its standard error. The
+        error is that of paired differences over data. With a single weight it is the Monte Carlo
+        error.
         """
         one, other = self[name].evidence, self[over].evidence
         difference = one.log_evidence - other.log_evidence
@@ -147,10 +148,11 @@ class Comparison(dict[str, TrainedCopy]):
         """
         Return the names of the best loss and of those with no significant difference from it.
 
-        By the log evidence, within two standard errors, where the model learns. Where it does not,
-        by the guide's effective sample size (geometric mean), within a tenth. All of them where
-        :attr:`evaluated` is False, the highest ELBO first. One training run of each is compared:
-        another seed may give another order.
+        If the model has parameters, losses are compared by the log evidence, within two standard
+        errors. Otherwise they are compared by the effective sample size of the guide (geometric
+        mean), within a tenth. If :attr:`evaluated` is False, all losses are returned, with the
+        highest ELBO first. Each loss has only one training run, so another seed may give another
+        order.
         """
         names = self._running
         if not self.evaluated:
@@ -166,8 +168,9 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def evaluated(self) -> bool:
         r"""
-        Return whether the draws allow a comparison. They do not if fewer than 10 are effective (or,
-        where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
+        Return whether the draws allow a comparison. They do not if, for most weights of every loss,
+        the effective sample size is below 10 (or :math:`\hat k` is above 0.7, if the model has
+        parameters).
         """
         evidences = [self[n].evidence if self.learns else self[n].guide for n in self._running]
         return any(fraction(e.few | (e.unreliable & self.learns)) <= 0.5 for e in evidences)
@@ -228,11 +231,12 @@ class Comparison(dict[str, TrainedCopy]):
         over: Literal["seconds", "steps"] = "seconds",
     ) -> Figure | SubFigure:
         """
-        Plot each loss's own bound, and the evidence of the evaluated data, over time or steps.
+        Plot the bound of each loss, and the evidence of the evaluated data, over time or steps.
 
-        :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
+        :param figure: a ``matplotlib`` figure or subfigure; None creates a new figure without a
+            window.
         :param str over: ``"seconds"`` of training, or ``"steps"``.
-        :returns: that figure; without one a new one, which belongs to no window.
+        :returns: the figure.
         :raises ValueError: for another ``over``.
         """
         if over not in ("seconds", "steps"):
@@ -255,7 +259,7 @@ class Comparison(dict[str, TrainedCopy]):
             values = [float(e.mean) for e in curve]
             held_out.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
         for axes in (training, held_out):
-            # The first steps lie far below the rest and would flatten everything else.
+            # Leave out the first steps, whose bounds are far below all others.
             curves = [line.get_ydata() for line in axes.lines]
             heights = [v for y in curves for v in y[len(y) // 5 :]]
             if heights and min(heights) < max(heights):
@@ -289,38 +293,39 @@ def compare(
     Train one model and guide with several losses, each for the same time or number of steps, and
     evaluate all of them with one estimator.
 
-    The losses train one after the other, from the same parameters and random numbers. Their own
-    bounds are not comparable, but the evidence is. It is estimated as by :func:`log_evidence`:
-    ``num_checks`` times during training, by importance sampling with ``check_particles``, which
-    does not count as training time; and in the end with ``num_particles``, or by chains if a
-    ``schedule`` or a ``kernel`` is given. Afterwards the model and guide have their initial
-    parameters again; :meth:`.Comparison.use` sets those of a loss. One discarded step of each loss
-    comes first, so that no loss pays for one-time costs of the process.
+    The losses are trained one after the other, from the same parameters and random numbers. Their
+    bounds are not comparable, but the evidence is. It is estimated by :func:`log_evidence`
+    ``num_checks`` times during training, by importance sampling with ``check_particles``. This does
+    not count as training time. After training it is estimated with ``num_particles``, or by chains
+    if a ``schedule`` or a ``kernel`` is given. Then the initial parameters of the model and guide
+    are restored; :meth:`.Comparison.use` sets those of a loss. Before the training, one step of
+    each loss is run and discarded, so that one-time costs are not included in the times.
 
-    Losses and optimizers are copied. A :class:`CompiledELBO` records and compiles its steps within
-    the counted time; the median time of a step (``ms/step``) excludes that. If the training of a
-    loss fails, such as with a value that is not finite, the table names it, and the others
-    continue.
+    Losses and optimizers are copied. For a :class:`CompiledELBO`, the training time includes
+    recording and compiling; the median time of a step (``ms/step``) does not. If the training of a
+    loss fails, for example with a value that is not finite, the table names the loss, and the other
+    losses continue.
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments: the evaluated data, which are also the training data without
-        ``batches``.
-    :param losses: the losses by name, any that ``SVI`` takes.
-    :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
-        the loss.
-    :param float seconds: the training time of each loss; 30 without another budget.
+    :param args: their arguments: the data for the evaluation. Without ``batches`` these are also
+        the training data.
+    :param losses: a dict of losses by name. Any loss for ``SVI`` is accepted.
+    :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or a dict of
+        optimizers by name of the loss.
+    :param float seconds: the training time of each loss; 30 if no budget is given.
     :param int num_steps: the number of training steps of each loss, instead of ``seconds``.
     :param int num_epochs: the number of passes over ``batches``, instead of ``seconds``. The first
         pass determines the steps of an epoch.
-    :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
-        as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
-    :param to_args: maps a batch to the programs' arguments.
+    :param batches: the training data: a DataLoader or another iterable of batches, as in
+        :func:`log_evidence_loader`; or a function that returns an iterable for each epoch.
+    :param to_args: maps a batch to the arguments of the model and guide.
     :param int num_checks: the number of evaluations during training.
     :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` and to use.
+    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` or to
+        :meth:`.Comparison.use`.
     :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
@@ -355,7 +360,7 @@ def compare(
         num_steps = num_epochs * data.length()
     most = seconds or (_SECONDS if num_steps is None else math.inf)
     num_steps = num_steps or math.inf
-    # What the evaluation at the end refuses is refused before training.
+    # Raise the errors of the final evaluation before training.
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
     modules = find_modules(*programs.pair)
@@ -404,9 +409,9 @@ def compare(
 
 def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
     """
-    Return the loss and the optimizer by name, after checks.
+    Check losses and optimizers, and return them by name.
 
-    :raises ValueError: for what is none.
+    :raises ValueError: for an invalid loss or optimizer.
     """
     if not isinstance(losses, Mapping) or not losses:
         raise ValueError(
@@ -431,7 +436,7 @@ def _check_budget(budgets: dict[str, float]) -> None:
     if len(budgets) > 1:
         several = " or ".join(f"{name}={value!r}" for name, value in budgets.items())
         raise ValueError(
-            f"losses are compared after an equal time, equally many steps or equally many epochs: "
+            f"losses are compared after an equal time, number of steps or number of epochs: "
             f"pass {several}"
         )
     for name, value in budgets.items():
@@ -455,13 +460,12 @@ class _Data:
         self._weights: dict[object, float] = {}
         if batches is not None and not callable(batches) and iter(batches) is batches:
             raise ValueError(
-                "batches must be something to go through again and again, got an iterator, which "
-                "is used up after one pass: pass the DataLoader, a list, or a function that "
-                "returns an iterator"
+                "batches must be iterable several times, got an iterator, which is used up after "
+                "one pass: pass the DataLoader, a list, or a function that returns an iterator"
             )
 
     def first(self) -> Programs:
-        """Return the programs with the first batch as arguments."""
+        """Return the model and guide with the first batch as arguments."""
         for programs in self:
             check_call(programs)
             return programs
@@ -499,7 +503,7 @@ class _Data:
 
 
 def _remember(parts: list[Part]) -> Undo:
-    """Return a function that sets the present values again, once; tensors stay the same objects."""
+    """Return a function that restores the current values once, in the same tensors."""
     undos = [part.undo() for part in parts]
 
     def put() -> None:
@@ -530,7 +534,7 @@ def _train(
             if not trained.bounds:
                 raise
             trained.failed = f"step {len(trained.bounds) + 1}: {first_line(error)}"
-            # What an unfinished step left in tensors that the next one's step would add to.
+            # An unfinished step leaves gradients, to which the next loss would add.
             zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
             return
         trained.times.append(waited + time.perf_counter() - began)
@@ -541,7 +545,7 @@ def _train(
 
 
 def _check(trained: TrainedCopy, programs: Programs, options: Options) -> None:
-    """Estimate the evidence of this moment; of what failed there is none."""
+    """Estimate the current evidence; None if the estimate fails."""
     step = len(trained.bounds)
     if trained.failed or step in trained.curve:
         return
@@ -557,14 +561,14 @@ def _check(trained: TrainedCopy, programs: Programs, options: Options) -> None:
 
 # Models compared by their log evidence of the same data.
 
-# Share of the weights whose k-hat may be too high, so that chance alone explains it.
+# The fraction of weights whose k-hat may be too high by chance.
 _FEW = 0.05
 
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    What :func:`compare_models` found, whose example shows one: a :class:`.LogEvidence` by name, the
-    highest first.
+    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, the highest
+    first. :func:`compare_models` has an example.
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
@@ -578,8 +582,8 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def probabilities(self) -> dict[str, float]:
         """
-        Return the posterior probabilities of the models under equal prior probabilities. They use
-        the estimated evidences, so they are meaningless where models are :attr:`doubtful`.
+        Return the posterior probabilities of the models with equal prior probabilities. They use
+        the estimated evidence, so they are meaningless for :attr:`doubtful` models.
         """
         totals = torch.stack([e.total.double() for e in self.values()])
         return dict(zip(self, totals.softmax(0).tolist(), strict=True))
@@ -587,9 +591,9 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def doubtful(self) -> list[str]:
         r"""
-        Models whose :math:`\hat k` is above 0.7 somewhere, or within two of its errors for more
-        than a twentieth of the weights; and those with exchangeable components whose labellings
-        overlap: their evidence is underestimated, or may be.
+        Return the models whose evidence is, or may be, underestimated: :math:`\hat k` is above 0.7
+        for some weight, or within two of its errors for more than a twentieth of the weights; or
+        there are exchangeable components whose labellings overlap.
         """
         return [
             n
@@ -602,21 +606,21 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def best(self) -> list[str]:
         """
-        Return the model with the highest evidence, and all that may be as good: within two standard
-        errors, or doubtful, since estimates with heavy tails are too low.
+        Return the model with the highest evidence, and all models that may be as good: those within
+        two standard errors, and doubtful models, because their estimates may be too low.
         """
         close, doubtful = self._close, self.doubtful
         return [n for n in self if n in close or n in doubtful]
 
     @property
     def _close(self) -> list[str]:
-        """Return the highest, and those within two standard errors of it."""
+        """Return the highest evidence, and those within two standard errors of it."""
         differences = {n: self.difference(next(iter(self)), n) for n in self}
         return [n for n, (below, error) in differences.items() if below <= _ERRORS * error]
 
     @property
     def verdict(self) -> str:
-        """Return which model the data favour and how reliable that is, in a few sentences."""
+        """Return which model the data favor and how reliable that is, in a few sentences."""
         top, doubtful = next(iter(self)), self.doubtful
         close, doubtful_others = self._close, [n for n in doubtful if n != top]
         said = []
@@ -661,28 +665,26 @@ def compare_models(
 
     .. math:: \log \frac{p(x \mid A)}{p(x \mid B)} = \log p_A(x) - \log p_B(x)
 
-    Each model's evidence is estimated with its own guide, as :func:`log_evidence` does it: by
-    importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
-    where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
-    never said to be worse. Parameters of a model that were fitted to the same data favour the
-    larger model; let them be latent, with priors, or evaluate on held-out data. Models with
-    exchangeable components, as mixtures, have K! equal modes, all of which count; see
-    :class:`Labellings`.
+    The evidence of each model is estimated with its guide by :func:`log_evidence`: by importance
+    sampling, or by chains with a ``schedule`` or a ``kernel``. If a guide is too narrow, the
+    estimate is too low. Therefore a model whose :math:`\hat k`, with its error, may be above 0.7 is
+    never declared worse. Parameters that were fitted to the same data favor the larger model. Make
+    them latent, with priors, or evaluate on held-out data. Models with exchangeable components,
+    such as mixtures, have K! equal modes, which are all included; see :class:`Labellings`.
 
-    Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
-    call ``pyro.clear_param_store()`` before each is trained. Each is then evaluated with its own;
-    a warning names parameters that two of them share.
+    Guides of the same class (two ``AutoNormal``) have parameters with the same names. Call
+    ``pyro.clear_param_store()`` before you train each guide. Each guide is then evaluated with its
+    own parameters. A warning names parameters that two guides share.
 
     For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
 
-    :param models: by name ``(model, guide)``; or ``(model, guide, args)``, with a tuple of the
-        arguments of this pair, in place of ``args``.
-    :param args: the programs' arguments.
-    :param model_kwargs: their keyword arguments, in a dict.
+    :param models: a dict with values ``(model, guide)``, or ``(model, guide, args)`` with a tuple
+        of other arguments for this model and guide.
+    :param args: the arguments of the models and guides.
+    :param model_kwargs: the keyword arguments of the models and guides, in a dict.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`.ModelComparison`, to print.
-    :raises ValueError: for what is no such dict; for subsampled plates; and as
-        :func:`log_evidence`.
+    :raises ValueError: for an invalid dict; for subsampled plates; and as :func:`log_evidence`.
 
     Example::
 
@@ -741,23 +743,22 @@ def _pairs(
 
 def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
     """
-    Check that all evidences are of the same data.
+    Check that the evidence of all models is for the same data.
 
-    :raises ValueError: for evidences that are of other things.
+    :raises ValueError: if it is not.
     """
     for name, evidence in evidences.items():
         if evidence.fixed_latents:
             raise ValueError(
                 f"the evidence of {name!r} is conditional on {', '.join(evidence.fixed_latents)}, "
-                f"which the guide holds, and does not compare with others: let the guide draw "
-                f"them, and leave joint=False out"
+                f"which have fixed values in the guide, so it is not comparable: let the guide "
+                f"draw them, and omit joint=False"
             )
         if bool((torch.as_tensor(evidence.scale) != 1).any()):
             raise ValueError(
-                f"the evidence of {name!r} is that of a minibatch times N/B: which data it holds "
-                f"is in no error, and every model that draws one has its own. Pass all data, in "
-                f"plates that are not subsampled; or take log_evidence_loader(...).total for each "
-                f"model"
+                f"the evidence of {name!r} is that of a minibatch times N/B, and each model draws "
+                f"another minibatch. Pass all data, in plates that are not subsampled, or compare "
+                f"log_evidence_loader(...).total of each model"
             )
         if not math.isfinite(float(evidence.total)):
             raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

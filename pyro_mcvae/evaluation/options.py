@@ -1,4 +1,4 @@
-"""Arguments that all evaluators share, annealed weights, and evaluation without side effects."""
+"""Arguments of all evaluators, annealed weights, and evaluation without side effects."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
-# Evaluation leaves no trace: modes, parameters, buffers and random streams stay as they are.
+# Evaluation has no side effects: modes, parameters, buffers and random streams do not change.
 
-# What Pyro's parameter store consists of.
+# The parts of Pyro's parameter store.
 _TABLES = "_params", "_param_to_name", "_constraints"
-# By parameter, the modules that hold it, each with the parameter's name.
+# For each parameter, the modules that have it, with the name of the parameter.
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @contextmanager
 def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[None]:
     """
-    Evaluate programs without changing them.
+    Evaluate a model and guide without changing them.
 
-    Modules that the programs are, hold or refer to are in evaluation mode inside: dropout and batch
-    statistics would make another density of each run. They have their own parameters, where the
-    parameter store has those of another module by the same name. Parameters that were not in the
-    store before are removed from it.
+    Inside, all modules that the model and guide use are in evaluation mode, because dropout and
+    batch statistics would change the density in each run. If the parameter store has parameters of
+    another module with the same name, each module uses its own parameters. Parameters that were not
+    in the store before are removed from it afterwards.
 
-    :param seed: seeds the generators inside and sets them back afterwards; None uses the present
+    :param seed: seeds the random generators, which are restored afterwards; None uses the current
         random stream.
     :raises ValueError: for modules with lazy parameters that have no shape yet.
     """
@@ -59,8 +59,8 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     roots = find_modules(*programs)
     _refuse_lazy(roots)
     store = pyro.get_param_store()
-    # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
-    # at the first.
+    # Restore the dicts instead of deleting names, because two names may belong to one parameter,
+    # which the store removes with the first name.
     tables = [getattr(store, name) for name in _TABLES]
     before = [dict(table) for table in tables]
     with rewindable(seed is not None) as rewind, evaluation_modules(roots):
@@ -79,7 +79,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
 
 
 def _own_parameters(roots: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of PyroModules by name; warn of those that another module holds."""
+    """Yield the parameters of PyroModules by name. Warn about those that another module has."""
     for module in (m for root in roots for m in root.modules()):
         if not isinstance(module, PyroModule) or not module._pyro_context.used:
             continue
@@ -89,10 +89,10 @@ def _own_parameters(roots: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             holders = _HOLDERS.setdefault(value, weakref.WeakKeyDictionary())
             if any(known == name and other is not module for other, known in holders.items()):
                 warnings.warn(
-                    f"parameter '{name}' of {type(module).__name__} is one and the same in "
-                    f"another module: Pyro's parameter store knows parameters by name, and gave "
-                    f"those of the first to the second. What is evaluated is what was trained "
-                    f"last: call pyro.clear_param_store() before each of them is made and trained",
+                    f"parameter '{name}' of {type(module).__name__} is shared with another module, "
+                    f"because Pyro's parameter store identifies parameters by name. Both modules "
+                    f"are evaluated with the values that were trained last: call "
+                    f"pyro.clear_param_store() before you create and train each of them",
                     stacklevel=6,
                 )
             holders[module] = name
@@ -101,7 +101,7 @@ def _own_parameters(roots: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def _check_seed(seed: int | None) -> None:
     whole = hasattr(seed, "__index__") and not isinstance(seed, bool | torch.Tensor)
-    # NumPy's generator, which Pyro seeds too, takes no other.
+    # The limits are those of NumPy's generator, which Pyro seeds, too.
     if seed is not None and not (whole and 0 <= seed < 1 << 32):
         raise ValueError(f"seed must be an int from 0 to 2**32 - 1, or None, got {seed!r}")
 
@@ -116,7 +116,7 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
                 )
 
 
-# The transitions of an evaluator: a kernel and a schedule, adapted once and then frozen.
+# The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
 
 
 class Counted:
@@ -134,11 +134,11 @@ class Counted:
 
 EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
 
-# Where a kernel is given without a schedule.
+# The number of steps if a kernel is given without a schedule.
 DEFAULT_STEPS = 10
-# What a user who gave them leaves out, where the latents cannot be moved.
+# The remedy if chains cannot move the latents.
 LEAVE_OUT = "leave out schedule and kernel, so that importance sampling weighs them"
-# From how many transitions on a recording pays.
+# The number of transitions above which recording pays off.
 _LONG = 50
 # Relative step of the adaptation in the first and in the second half of a warm-up.
 _RATES = 0.3, 0.1
@@ -148,11 +148,11 @@ class Annealing:
     """
     A kernel along a schedule.
 
-    Both are copies, so that an evaluation changes nothing of the user's.
+    Both are copies, so that an evaluation does not change the user's objects.
 
-    :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
-    :param str without: how the user does without chains, where the latents cannot be moved.
-    :ivar whitens: whether to find white coordinates, which ``whitening`` then has.
+    :param int warmup: the number of chains before the evaluation, to which the step size adapts.
+    :param str without: the remedy if chains cannot move the latents.
+    :ivar whitens: whether to estimate white coordinates, which are stored in ``whitening``.
     """
 
     whitening: Whitening | None = None
@@ -165,7 +165,7 @@ class Annealing:
         warmup: int,
         without: str,
     ) -> None:
-        with torch.inference_mode(False):  # a step size that adapts is changed in place
+        with torch.inference_mode(False):  # an adaptive step size is changed in place
             self.kernel = HMC() if kernel is None else copy.deepcopy(kernel)
             self.betas = schedule().detach().clone()
         self.whitens = coordinates == "whitened"
@@ -179,9 +179,9 @@ class Annealing:
 
     def transition(self, programs: Programs, count: int | None = None) -> Transition:
         """
-        Return the kernel; for many transitions, a recorded one.
+        Return the kernel. For many transitions it is recorded.
 
-        :param count: how many there will be, if not those along the schedule.
+        :param count: the number of transitions, if not that of the schedule.
         """
         if (self.num_steps if count is None else count) < _LONG:
             return self.kernel
@@ -190,7 +190,7 @@ class Annealing:
         return self._recorded
 
     def use(self, coordinates: Coordinates) -> None:
-        """Move other coordinates; must come before the warm-up."""
+        """Set the coordinates. Must be called before the warm-up."""
         self.coordinates, self._recorded = coordinates, None
         if self._chooses:
             self.kernel.step_size.per_coordinate = coordinates == "latent"  # type: ignore[assignment]
@@ -206,7 +206,7 @@ class Annealing:
         return isinstance(step_size, AdaptiveStepSize) and step_size.training and self.warmup > 0
 
     def adapt(self, turn: int, acceptance: Tensor, gradient: Tensor | None) -> None:
-        """Learn from one chain of the warm-up, if there is something to learn."""
+        """Adapt to one chain of the warm-up, if the step size still has to adapt."""
         step_size = self.kernel.step_size
         if not isinstance(step_size, AdaptiveStepSize):
             return
@@ -214,15 +214,13 @@ class Annealing:
         step_size.update(acceptance, gradient)
 
     def freeze(self) -> None:
-        """
-        Fix the step size, so that all later chains are the same, as an unbiased estimate requires.
-        """
+        """Fix the step size, because an unbiased estimate needs equal chains."""
         self.kernel.eval()
 
 
 # Transitions between two evaluations of the population.
 MOVES = 5
-# Numbers of the factors of all weights, above which correlations are left out.
+# The number of entries of all factors above which correlations are left out.
 _LARGEST = 1 << 24
 
 
@@ -230,24 +228,24 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
     r"""
     Return the map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
-    The chains begin at the guide's draws and move with respect to the posterior itself. After each
-    window coordinates are white with respect to where they stand then, and the step size has
-    adapted; so the chains spread as far as the posterior does, window by window.
+    The chains start from draws of the guide, with the posterior as their target. After each window
+    the coordinates are standardized with the current positions, and the step size has adapted. So
+    the chains spread over the posterior, window by window.
 
-    :param transition: by the kernel.
+    :param transition: a transition of the kernel.
     :raises ValueError: for discrete sites of the guide, and for angles.
     """
     discrete = density.log_weight.plan.discrete
     if discrete:
         raise ValueError(
             f"coordinates='whitened' moves all latents, but the guide's site{named(discrete)} "
-            f"discrete: use coordinates='noise', where they stay as they were drawn"
+            f"discrete: use coordinates='noise', which keeps their drawn values"
         )
     angles = [n for n, fn in density.log_weight.unconstrained.items() if is_circular(fn)]
     if angles:
         raise ValueError(
-            f"coordinates='whitened' fits a normal density on the line, but the guide's site"
-            f"{named(tuple(angles))} an angle, which has no end there: use coordinates='noise'"
+            f"coordinates='whitened' fits a normal density on the real line, but the guide's site"
+            f"{named(tuple(angles))} an angle, which is periodic: use coordinates='noise'"
         )
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST
@@ -264,35 +262,34 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
     return whitening
 
 
-# What all evaluators take: the model and the guide with their arguments, and the same options.
+# The arguments of all evaluators: model and guide with their arguments, and options.
 
 
 @dataclass(frozen=True)
 class Options:
     """
-    The options that all evaluators share.
+    The options of all evaluators; see :func:`log_evidence`.
 
-    :param int num_particles: how many weights each datum has, K.
-    :param schedule: for chains: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0
+    :param int num_particles: the number of weights of each datum, K.
+    :param schedule: for chains, a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0
         to 1, or the number of linear steps; 10 if only a kernel is given.
     :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
         given.
-    :param str coordinates: what chains move, ``"noise"`` or ``"latent"``; ``"whitened"`` moves what
-        makes the posterior about a standard normal, from a normal fitted to it: for guides that are
-        far off. See :func:`log_evidence`.
-    :param int warmup: annealed chains before the evaluation, from which an adaptive step size
-        learns, one update each, and which are thrown away; 0 takes it as it is.
-    :param int chunk_size: how many particles are run at once; by default as many as fit 64 MiB.
-    :param joint: weigh global and local latents together; None does so if the guide draws global
-        ones.
-    :param int seed: for a random stream of its own.
-    :param vectorize_particles: run the programs once per chunk, instead of once per particle; None
-        where that has a loop's numbers.
+    :param str coordinates: the coordinates that chains move, ``"noise"``, ``"latent"`` or
+        ``"whitened"``.
+    :param int warmup: the number of annealed chains that are run before the evaluation and
+        discarded. Each updates an adaptive step size once; with 0 the step size does not adapt.
+    :param int chunk_size: the number of particles in one run; by default as many as fit 64 MiB.
+    :param joint: use one weight for global and local latents; None does so if the guide draws
+        global latents.
+    :param int seed: the seed of a separate random stream.
+    :param vectorize_particles: run model and guide once per chunk, instead of once per particle;
+        None does so if the densities are those of a loop.
     :param max_plate_nesting: as in Pyro; inferred by default.
-    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration,
-        which are drawn otherwise.
-    :param progress: show a bar, if ``tqdm`` is installed; None does on a terminal and in notebooks,
-        for what takes longer than two seconds.
+    :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
+        enumeration; False draws them.
+    :param progress: show a progress bar if ``tqdm`` is installed; None shows it on a terminal and
+        in notebooks, if the evaluation takes longer than two seconds.
     """
 
     num_particles: int = 1000
@@ -309,7 +306,7 @@ class Options:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        # An int of NumPy, or a tensor, is an int from here on.
+        # Convert NumPy ints and tensors to int.
         object.__setattr__(self, "num_particles", check_count("num_particles", self.num_particles))
         if self.chunk_size is not None:
             object.__setattr__(self, "chunk_size", check_count("chunk_size", self.chunk_size))
@@ -360,9 +357,9 @@ def make_programs(
     model_kwargs: Mapping[str, object] | None,
 ) -> Programs:
     """
-    Return the programs with their arguments.
+    Return model and guide with their arguments.
 
-    :raises ValueError: for keyword arguments that are no dict.
+    :raises ValueError: if the keyword arguments are not a dict.
     """
     if not isinstance(model_kwargs, Mapping | None):
         raise ValueError(
@@ -373,14 +370,14 @@ def make_programs(
 
 def as_arguments(batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """
-    Positional and keyword arguments: those of a tuple or a list, of a mapping, or a single one.
+    Return positional and keyword arguments from a tuple or list, a mapping, or a single argument.
 
     :raises ValueError: for None.
     """
     if batch is None:
         raise ValueError(
-            "a batch, or what to_args makes of it, is None: return the programs' arguments, as a "
-            "tuple, a dict of keyword arguments, or the only one"
+            "a batch, or the result of to_args, is None: return the arguments of model and guide "
+            "as a tuple, a dict of keyword arguments, or a single argument"
         )
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -395,15 +392,15 @@ def check_function(name: str, value: object) -> None:
 
 def check_call(programs: Programs) -> None:
     """
-    Check that a batch can be the programs' arguments.
+    Check that a batch can be the arguments of model and guide.
 
-    :raises ValueError: naming what a program says of arguments that it does not take.
+    :raises ValueError: with the error of the call, if it cannot.
     """
     for role, program in (("model", programs.model), ("guide", programs.guide)):
         target = program.forward if isinstance(program, nn.Module) else program
         try:
             signature = inspect.signature(target, follow_wrapped=False)
-        except (TypeError, ValueError):  # a wrapper, which may take other arguments
+        except (TypeError, ValueError):  # a wrapper, which may have other arguments
             continue
         try:
             signature.bind(*programs.args, **programs.kwargs)
@@ -412,5 +409,5 @@ def check_call(programs: Programs) -> None:
             raise ValueError(
                 f"the {role} cannot be called with a batch, whose entries are its arguments "
                 f"({', '.join(type(a).__name__ for a in arguments)}): {error}. Pass to_args=..., "
-                f"which makes the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
+                f"which returns the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
             ) from error

@@ -1,4 +1,4 @@
-"""Posterior draws: the guide's, resampled by their weights or moved by chains; for ArviZ, too."""
+"""Posterior draws: draws of the guide, resampled by their weights or moved by chains."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from pyro_mcvae.programs.types import Program, Site, plate_frames
 
 class PosteriorDraws(dict[str, Tensor]):
     """
-    Draws of every latent of the model, by site, in its own space: shape ``[num_samples,
-    *site_shape]``, as ``pyro.infer.Predictive(model, posterior_samples=draws)`` takes them.
+    A dict with draws of every latent of the model, in its support: shape ``[num_samples,
+    *site_shape]``, for ``pyro.infer.Predictive(model, posterior_samples=draws)``.
 
-    Made by :func:`refine`, whose example shows them.
+    :func:`refine` returns it, and has an example.
 
-    :ivar log_weight: of the candidate or chain that each draw is, shape ``[num_samples, *plates]``.
-    :ivar pareto_k: the tail of all candidates' weights, shape ``[*plates]``.
-    :ivar acceptance: of chains, the mean acceptance on the way to each draw, shaped as
-        ``log_weight``; None without chains.
-    :ivar step_size: of chains; None without.
-    :ivar log_likelihood: by observed site (and ``pyro.factor``), log p(x | z) of each datum, shape
-        ``[num_samples, *batch_shape]``; 0 where it is masked.
+    :ivar log_weight: the log weight of the candidate or chain of each draw, shape ``[num_samples,
+        *plates]``.
+    :ivar pareto_k: the tail index of the weights of all candidates, shape ``[*plates]``.
+    :ivar acceptance: the mean acceptance of the chain of each draw, same shape as ``log_weight``;
+        None without chains.
+    :ivar step_size: the step size of chains; None without chains.
+    :ivar log_likelihood: for each observed site (and ``pyro.factor``), log p(x | z) of each datum,
+        shape ``[num_samples, *batch_shape]``; 0 where it is masked.
     :ivar observed: the observations, by site.
     :ivar plates: the names of the plates of ``log_weight``.
-    :ivar dims: by site, the names of the plates of its batch dims, leftmost first.
-    :ivar coords: by plate, the indices of its data.
+    :ivar dims: for each site, the names of the plates of its batch dims, leftmost first.
+    :ivar coords: for each plate, the indices of its data.
     """
 
     log_weight: Tensor
@@ -98,7 +99,7 @@ def site_draws(
 
 
 def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
-    """Return the values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
+    """Return the values of a latent of the model, ``[K, *site_shape]``."""
     depth = site["fn"].event_dim
     return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
 
@@ -111,7 +112,7 @@ def _in_full(site: Site, depth: int) -> Tensor:
 
 
 def _plate_sizes(sites: list[Site]) -> dict[str, int]:
-    """Return the full size of each plate that was made with a size."""
+    """Return the full size of each plate that has a size."""
     sizes: dict[str, int] = {}
     for site in sites:
         shape = site["fn"].batch_shape
@@ -137,10 +138,10 @@ def _term(run: Run, name: str) -> Term:
 
 
 def site_dims(site: Site) -> tuple[str, ...]:
-    """Return the names of a site's batch dims, those of its plates, leftmost first."""
+    """Return the names of a site's batch dims, which are those of its plates, leftmost first."""
     names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
     depth = max((-d for d in names), default=0)
-    # Dims between plates, of size one, get names of their own.
+    # Dims of size one between plates get separate names.
     return tuple(names.get(d, f"{site['name']}_batch_{-d}") for d in range(-depth, 0))
 
 
@@ -156,22 +157,22 @@ def _stack(
         if name not in run.model_trace.nodes:
             raise ValueError(
                 f"site '{name}' is in some draws of the model and not in others, so that their "
-                f"values have no common shape: refine programs whose sites do not depend on latents"
+                f"values have no common shape: use a model whose sites do not depend on latents"
             )
         parts.append(_leading(run, pick(run, name), len(site_dims(site)), event_dim))
     shape = parts[0].shape[1:]
     if any(p.shape[1:] != shape for p in parts):
         raise ValueError(
             f"site '{name}' has another shape in each draw of the model, such as {tuple(shape)}: "
-            f"refine programs whose plates do not depend on latents"
+            f"use a model whose plates do not depend on latents"
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
-    """Reshape to ``[lead, *natural shape]``; ones between are removed."""
+    """Reshape to ``[lead, *natural shape]``, and remove dims of size one between them."""
     begin = max(0, value.dim() - event_dim - depth)
-    if run.leading is None:  # dims to the left that lie in no plate
+    if run.leading is None:  # dims to the left, outside all plates
         begin = next((i for i, n in enumerate(value.shape[:begin]) if n != 1), begin)
     inner = value.shape[begin:]
     batch = value.dim() - event_dim
@@ -186,7 +187,7 @@ def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
 
 def choose(log_weight: Tensor) -> Tensor:
     """Draw the index of one candidate per draw and datum, ``[count, *plates]``."""
-    # Where every candidate has weight zero, none is better than another.
+    # If all candidates have weight zero, select one uniformly.
     hopeless = log_weight.isneginf().all(1, keepdim=True)
     logits = torch.where(hopeless, 0.0, log_weight)
     noise = -torch.empty_like(logits).exponential_().log()
@@ -194,9 +195,7 @@ def choose(log_weight: Tensor) -> Tensor:
 
 
 def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
-    """
-    Select the chosen ones of ``[count * candidates, *plates, ...]``: ``[count, *plates, ...]``.
-    """
+    """Select the chosen candidates: ``[count * candidates, ...]`` to ``[count, *plates, ...]``."""
     grouped = value.unflatten(0, (len(chosen), -1))
     index = chosen.unsqueeze(1)
     index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
@@ -220,35 +219,37 @@ def refine(
     r"""
     Draw from the posterior :math:`p(z \mid x)`, starting with draws of the guide.
 
-    Each draw is chosen among ``num_particles`` candidates :math:`z^k`, per datum, with probability
+    Each draw is selected from ``num_particles`` candidates :math:`z^k`, per datum, with probability
 
     .. math:: \Pr(k) = w_k / \sum_j w_j .
 
-    Without a schedule or kernel the candidates are the guide's draws (sampling importance
-    resampling [1]); with one they are the ends of annealed chains, weighed by W. Then
-    ``num_transitions`` more transitions with the posterior as target move the draw. Draws are
-    independent of each other. They follow the posterior exactly in the limit of many candidates,
-    or of many transitions.
+    Without a schedule or kernel the candidates are draws of the guide (sampling importance
+    resampling [1]). With a schedule or kernel they are the last positions of annealed chains, with
+    their weights. Then ``num_transitions`` more transitions with the posterior as target move the
+    draw. Draws are independent of each other. They follow the posterior exactly in the limit of
+    many candidates or many transitions.
 
-    Global latents that the guide draws are weighed and moved together with the local ones, over
-    all data. With ``joint=False`` they are the guide's own draws, a new one for each draw, and only
-    the local ones are refined given these (one draw after the other: slower). Sites that the model
-    enumerates are drawn last, from p(y | x, z), as :func:`pyro.infer.infer_discrete` draws them.
+    Global latents that the guide draws have a common weight with the local latents, and move
+    together with them, over all data. With ``joint=False`` the global latents are draws of the
+    guide, a new one for each draw, and only the local latents are refined (one draw after the
+    other, which is slower). Sites that the model enumerates are drawn last, from p(y | x, z), as in
+    :func:`pyro.infer.infer_discrete`.
 
-    A :class:`TruncatedPosterior` has draws of its own: ``guide.posterior(...).sample``.
+    For a :class:`TruncatedPosterior`, use ``guide.posterior(...).sample``.
 
-    :param int num_samples: how many draws.
+    :param int num_samples: the number of draws.
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param int num_transitions: transitions at the end, with an adjusted kernel.
+    :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: as in :func:`log_evidence`.
-    :param options: as in :func:`log_evidence`; ``num_particles=10`` are the candidates per draw.
+    :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
+        draw.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 
-    Warns where :math:`\hat k` of the candidates' weights is above 0.7.
+    A warning is logged if :math:`\hat k` of the candidates' weights is above 0.7.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -286,7 +287,7 @@ def refine(
     candidates = settings.num_particles
     summary, parts, done = WeightSummary(num_samples * candidates), [], 0
     with weights_of(programs, settings, annealing) as sampler:
-        # A draw needs all of its candidates at once.
+        # All candidates of a draw must be in the same chunk.
         size = 1 if sampler.drawn else max(1, sampler.chunk_size // candidates)
         sampler.progress.expect(num_samples * candidates)
         while done < num_samples:
@@ -306,8 +307,8 @@ def refine(
     if candidates > 1 and bad:
         warnings.warn(
             f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
-            f"posteriors (largest {float(draws.pareto_k.max()):.2f}): their draws may miss what "
-            f"the guide misses. Use chains (schedule=10, and more), or num_transitions",
+            f"posteriors (largest {float(draws.pareto_k.max()):.2f}): draws may miss the same "
+            f"regions as the guide. Use chains (schedule=10 or more), or num_transitions",
             stacklevel=2,
         )
     return draws
@@ -365,7 +366,7 @@ def _move(
     chosen: Tensor,
     transitions: int,
 ) -> Tensor:
-    """Further transitions that leave the posterior invariant."""
+    """Make further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
     movable = density.log_weight.movable
     movable = None if movable is None else select_chosen(movable, chosen)
@@ -385,16 +386,16 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
     Convert draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
     ``az.plot_*``.
 
-    Groups: ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with the log
-    weight, and of chains the acceptance and the step size; ``observed_data``. Plates are named
-    dimensions, whose coordinates are the indices of the data. The draws are independent; they are
-    split into 4 chains, if that divides their number, so that ArviZ can compare them.
+    The groups are ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with
+    the log weight and, for chains, the acceptance and the step size; and ``observed_data``. Plates
+    are named dimensions, whose coordinates are the indices of the data. The draws are independent.
+    They are split into 4 chains if their number is divisible by 4, so that ArviZ can compare them.
 
-    Predictive draws, and what the model computes (``pyro.deterministic``), are those of
-    ``pyro.infer.Predictive(model, posterior_samples=draws)``, which ``arviz.from_dict`` takes as
+    For predictive draws and deterministic sites (``pyro.deterministic``), pass the result of
+    ``pyro.infer.Predictive(model, posterior_samples=draws)`` to ``arviz.from_dict`` as
     ``posterior_predictive``.
 
-    :param PosteriorDraws draws: from :func:`refine`.
+    :param PosteriorDraws draws: the result of :func:`refine`.
     :returns: ``arviz.InferenceData`` (ArviZ 0.x), or the ``xarray.DataTree`` of ArviZ 1.x.
     :raises ValueError: for other draws.
     :raises ImportError: without ArviZ.
@@ -407,8 +408,8 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
     """
     if not isinstance(draws, PosteriorDraws):
         raise ValueError(
-            f"draws must be the PosteriorDraws that refine returns, got {type(draws).__name__}: a "
-            f"plain dict of draws goes into arviz.from_dict"
+            f"draws must be the PosteriorDraws that refine returns, got {type(draws).__name__}: "
+            f"pass a plain dict of draws to arviz.from_dict"
         )
     try:
         import arviz
@@ -429,7 +430,7 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
     arrays["observed_data"] = {n: _numpy(v) for n, v in draws.observed.items()}
     arrays = {n: group for n, group in arrays.items() if group}
     plates = {**draws.dims, "log_weight": draws.plates, "acceptance_rate": draws.plates}
-    # A dimension cannot have the name of a variable.
+    # A dimension must not have the name of a variable.
     names_in_use = {n for group in arrays.values() for n in group} | {"chain", "draw"}
     renamed = {n: f"{n}_plate" if n in names_in_use else n for n in draws.coords}
     dims = {n: [renamed.get(d, d) for d in names] for n, names in plates.items() if names}

@@ -1,4 +1,4 @@
-"""Importance weights of mean p(x) per datum, drawn in chunks and summarized."""
+"""Importance weights with mean p(x) per datum, drawn in chunks and summarized."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
 from pyro_mcvae.structure import provenance
 from pyro_mcvae.truncated.posterior import drawn_from_states
 
-# Summarize weights of mean p(x) per datum, drawn in chunks.
+# Summaries of weights that are drawn in chunks.
 
 
 class WeightSummary:
@@ -63,7 +63,7 @@ class WeightSummary:
     Statistics of :math:`K` weights per datum. The memory grows only with :math:`\sqrt K`: the
     :math:`3 \sqrt K` largest weights of each datum are stored, to fit the tail.
 
-    :param int num_particles: K, all chunks together.
+    :param int num_particles: K, the total over all chunks.
 
     Example::
 
@@ -76,7 +76,7 @@ class WeightSummary:
 
     _largest: Tensor
     _top: Tensor
-    # Sums of w and of its square, relative to the largest w so far; and of log w.
+    # Sums of w and w^2, relative to the largest w so far, and of log w.
     _sum: Tensor
     _squares: Tensor
     _logs: Tensor
@@ -110,7 +110,7 @@ class WeightSummary:
 
     @property
     def log_mean(self) -> Tensor:
-        """Return the logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
+        """Return the logarithm of the mean weight, shape ``[*plates]``, in float64."""
         return self._largest + self._sum.log() - math.log(self.count)
 
     @property
@@ -120,7 +120,7 @@ class WeightSummary:
 
     @property
     def effective_sample_size(self) -> Tensor:
-        """Kish's number of equally weighted draws; 0 where every weight is zero."""
+        """Return Kish's effective sample size; 0 if all weights are zero."""
         return torch.where(self._sum > 0, self._sum.square() / self._squares, 0.0)
 
     @property
@@ -136,17 +136,17 @@ class WeightSummary:
 
     @property
     def pareto_k(self) -> Tensor:
-        """Return the shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
+        """Return the tail index of the weights; see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
         return pareto_k(self._top, self.count)
 
 
-# Draws log weights of a pair of programs again and again, on one minibatch, in bounded memory.
+# Draws log weights of a model and guide on one minibatch, in bounded memory.
 
 _logger = logging.getLogger(__name__)
 
-# How many numbers the draws of one chunk may have by default, over all sites.
+# The default limit of numbers in the draws of one chunk, over all sites.
 _CHUNK = 1 << 23
-# Chains for each coordinate to whiten, and the fewest and the most of a weight.
+# Number of chains per coordinate for white coordinates, and the limits per weight.
 _PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 
 Density = ChainDensity | WhitenedDensity
@@ -156,13 +156,13 @@ class ImportanceSampler:
     """
     The weights of one minibatch.
 
-    It runs the model and guide once. This *reference* run determines the weighed sites, and the
+    The model and guide run once. This *reference* run determines the weighted sites, and the
     minibatch (without ``joint`` also the global latents) of every chunk.
 
-    :ivar programs: the weighed model and guide; see :func:`count_masked`.
+    :ivar programs: the weighted model and guide; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
-    :ivar fixed_latents: latents with fixed values: point masses, and globals drawn once.
-    :ivar drawn: the globals drawn once.
+    :ivar fixed_latents: latents with fixed values: point masses, and global latents drawn once.
+    :ivar drawn: the global latents that are drawn once.
     :ivar fixed_sites: the corresponding sites of the model.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
@@ -191,9 +191,9 @@ class ImportanceSampler:
             block = structure.block_of.get(FactorKey("guide", name))
             if block is not None and structure.blocks[block].plates:
                 raise ValueError(
-                    f"site '{name}' of the guide is a point mass inside the data's plates: "
-                    f"importance sampling never sees any other value of it. Give it a "
-                    f"distribution, or observe it in the model"
+                    f"site '{name}' of the guide is a point mass inside the data's plates, so "
+                    f"importance sampling draws no other value of it. Give it a distribution, or "
+                    f"observe it in the model"
                 )
         drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
         if options.joint is None and drawn:
@@ -212,7 +212,7 @@ class ImportanceSampler:
             frames = (f for t in run.terms for f in t.site["cond_indep_stack"])
             plate = next(filter(is_subsampled, frames))
             raise ValueError(
-                f"no latent of the guide can be weighed by itself, because the subsampled plate "
+                f"no latent of the guide has a separate weight, because the subsampled plate "
                 f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
                 f"the full data"
             )
@@ -230,9 +230,9 @@ class ImportanceSampler:
 
     def draw(self, count: int, make_sample_fn: MakeSampleFn | None = None) -> WeightedParticles:
         """
-        Independent draws of the guide, without gradients.
+        Return independent draws of the guide, without gradients.
 
-        :param make_sample_fn: gives its sites other values; see :class:`ParticleSampler`.
+        :param make_sample_fn: sets other values of its sites; see :class:`ParticleSampler`.
         """
         sampler = self._sampler(count)
         return sampler.resample(self.programs, self.reference, count, make_sample_fn)
@@ -241,7 +241,7 @@ class ImportanceSampler:
         """
         Return a sampler for other data, with the same minibatch and fixed latents.
 
-        :param joint: weigh everything together, also where this one does not.
+        :param joint: use one weight for everything, even if this sampler does not.
         """
         sampler = copy.copy(self)
         sampler.programs, sampler._samplers = programs, {}
@@ -259,9 +259,7 @@ class ImportanceSampler:
         return sampler
 
     def of_prior(self) -> ImportanceSampler:
-        """
-        Return a sampler from the model's own prior, which sums the sites that the guide leaves out.
-        """
+        """Return a sampler from the model's prior, which sums sites that are not in the guide."""
         run = self.reference.runs[0]
         nodes = run.model_trace.nodes
         drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
@@ -311,7 +309,7 @@ class ImportanceSampler:
             raise ValueError(
                 f"chains move latents along gradients, but the guide's site"
                 f"{named(log_weight.plan.discrete)} discrete: {self.annealing.without}, or "
-                f"marginalise them in the model"
+                f"marginalize them in the model"
             )
         density = ChainDensity(log_weight)
         whitening = self.annealing.whitening
@@ -319,20 +317,20 @@ class ImportanceSampler:
 
     def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, Density]:
         """
-        Run chains from the guide's draws along the schedule; step sizes and white coordinates adapt
-        first.
+        Run chains from draws of the guide along the schedule. Step sizes and white coordinates
+        adapt first.
         """
         self.warm_up()
         return self._chain(count, last_transition)
 
     def warm_up(self) -> None:
-        """Adapt the step size on chains of its own, then freeze it."""
+        """Adapt the step size on separate chains, then fix it."""
         annealing = self.annealing
         if annealing is None:
             return
         if annealing.whitens and annealing.whitening is None:
             dim = self.density(1).log_weight.coordinates.shape[-1]
-            # As many chains as determine the covariance.
+            # Enough chains to estimate the covariance.
             count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
             density = self.density(count)
             assert isinstance(density, ChainDensity)
@@ -340,9 +338,9 @@ class ImportanceSampler:
             counted = Counted(annealing.kernel, self.progress, count / MOVES)
             annealing.whitening = whiten(density, annealing, counted)
         elif annealing.adapts and annealing.num_steps > 0:
-            # The acceptance is a mean over chains: some hundred are enough.
+            # The acceptance is a mean over chains, so a few hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
-            if self.loops:  # no more chains than were asked for
+            if self.loops:  # no more chains than requested
                 annealing.warmup = min(annealing.warmup, self._options.num_particles)
                 count = min(count, max(1, self._options.num_particles // annealing.warmup))
             self.progress.expect(count * annealing.warmup)
@@ -432,7 +430,7 @@ class ImportanceSampler:
         return self._samplers[count]
 
     def _count_alike(self, points: frozenset[str]) -> None:
-        """Let both programs count the same entries of each latent, or refuse them."""
+        """Count the same entries of each latent in model and guide, or raise an error."""
         excluded = points
         if masks_latents(self.reference.runs[0]):
             sampler, subsamples = self._sampler(1), self.reference.subsamples
@@ -460,7 +458,7 @@ def check_observed(run: Run) -> None:
     """
     Log that a model observes nothing.
 
-    :raises ValueError: where the guide does, as with model and guide exchanged.
+    :raises ValueError: if the guide observes a site, as when model and guide are exchanged.
     """
     factors = (t for term in run.terms if not term.in_guide for t in term.sites)
     if any(t.site["is_observed"] for t in factors):
@@ -473,26 +471,28 @@ def check_observed(run: Run) -> None:
             f"the model first and the guide second"
         )
     _logger.warning(
-        "the model observes nothing, so that its log evidence is 0: pass obs= to pyro.sample, "
-        "or use poutine.condition"
+        "the model observes nothing, so its log evidence is 0: pass obs= to pyro.sample, or use "
+        "poutine.condition"
     )
 
 
 def check_draws(run: Run, points: frozenset[str]) -> None:
     """
-    Check that the guide draws all latents, or none. Equal weights of a guide of point masses, or of
-    a part of the posterior, would contain no information about the rest.
+    Check that the guide draws all latents, or none. Equal weights from point masses, or from a part
+    of the posterior, would contain no information about the other latents.
 
-    :raises ValueError: for a guide of point masses alone, and for one that draws from a part of the
-        posterior. A guide that draws nothing is valid if all latents of the model are summed.
+    :raises ValueError: for a guide with only point masses, and for a guide that draws from a part
+        of the posterior. A guide that draws nothing is valid if all latents of the model are
+        summed.
     """
     sites = [t.site for t in run.terms if t.in_guide]
     if points and not any(map(is_random, sites)):
         what = f" (its site{named(tuple(sorted(points)))} a point mass)"
         raise ValueError(
-            f"the guide draws no random latent{what}, and importance sampling from a single "
-            f"point says nothing about the evidence: log p(x, z) at the point, which AutoDelta "
-            f"maximises, is no bound on log p(x). Use a guide that draws, such as AutoNormal, or "
+            f"the guide draws no random latent{what}, and importance sampling from a single point "
+            f"gives no information about the evidence: log p(x, z) at the point, which "
+            f"AutoDelta maximizes, is not a bound on log p(x). Use a guide that draws, such as "
+            f"AutoNormal, or "
             f"AutoLaplaceApproximation(model).laplace_approximation(...) around that point"
         )
     for name in (n for site in sites for n in drawn_from_states(site)):

@@ -90,7 +90,7 @@ class Part:
         self._set(copy.deepcopy(state))
 
     def undo(self) -> Undo:
-        """Store the present state, and return a function that restores it."""
+        """Store the current state, and return a function that restores it."""
         before = copy.deepcopy(self.save())
         return lambda: self.load(before)
 
@@ -109,7 +109,7 @@ class PyroOptimPart(Part):
         return {name: value for name, value in state.items() if name is not None}
 
     def load(self, state: Mapping[str, Saved]) -> None:
-        # A state is consumed when an optimizer is made, so present optimizers are removed.
+        # A state is consumed when an optimizer is created, so current optimizers are removed.
         self._optim.optim_objs.clear()
         self._optim.grad_clip.clear()
         self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
@@ -129,8 +129,8 @@ class ParamStorePart(Part):
     """
     Pyro's parameter store.
 
-    Many of its tensors are parameters of modules. They remain the modules' tensors; otherwise a
-    module would use values that no optimizer updates.
+    Many of its tensors are parameters of modules. Their identity is kept; otherwise a module
+    would use values that no optimizer updates.
     """
 
     kind = "ParamStoreDict"
@@ -183,7 +183,7 @@ class ParamStorePart(Part):
                 raise ValueError(
                     f"parameter '{name}' of shape {tuple(saved.shape)} belongs to a module that is "
                     f"not among the parts, and the store has none of this shape: pass the module "
-                    f"to save_checkpoint and load_checkpoint too, or call the model and the guide "
+                    f"to save_checkpoint and load_checkpoint, too, or call the model and the guide "
                     f"once before loading"
                 )
             # The module's next call adds its own tensor.
@@ -293,10 +293,10 @@ def _check_bits(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # a flipped bit can request anything: a password, a compression
+    except Exception as error:  # a flipped bit can change any field of the archive
         raise ValueError(f"{path} is damaged: {error}") from error
     if damaged is not None:
-        raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
+        raise ValueError(f"{path} is damaged: its record '{damaged}' has changed")
 
 
 def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
@@ -364,7 +364,7 @@ def _as_part(name: str, value: object) -> Part:
         if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
             return Part(value, getattr(value, save), getattr(value, load))
     if isinstance(value, ELBO) or name.endswith(".loss"):
-        return Part(value, lambda: None, lambda _: None)  # without parts of its own
+        return Part(value, lambda: None, lambda _: None)  # without separate parts
     raise ValueError(
         f"part '{name}' ({type(value).__name__}) has neither state_dict and load_state_dict nor "
         f"get_state and set_state: leave it out, or pass a value by keyword, "
@@ -397,8 +397,8 @@ class ModulePart(Part):
             self._set(state)
         except RuntimeError as error:
             raise ValueError(
-                f"{error} (a module that makes its parameters at its first call, such as an "
-                f"AutoGuide, must have been called once before)"
+                f"{error} (a module that creates its parameters in its first call, such as an "
+                f"AutoGuide, must be called once before)"
             ) from error
 
     def undo(self) -> Undo:
@@ -428,7 +428,7 @@ def save_checkpoint(
     path: str | os.PathLike[str], parts: Mapping[str, object], **extra: object
 ) -> None:
     """
-    Save a training run, so that it can be resumed as if it had never stopped.
+    Save a training run, so that a resumed run gives the same numbers as an uninterrupted one.
 
     Besides the parts, the file has Pyro's parameter store and the states of the random number
     generators (PyTorch's on all devices, NumPy's, Python's). It replaces an older file only when it
@@ -437,16 +437,16 @@ def save_checkpoint(
     In a distributed run every rank must call this. Rank 0 writes one file, which loads on any
     number of ranks: it has the generators of all ranks.
 
-    Pass any other state as ``extra``, such as the temperature of :class:`GumbelSoftmax` if you
-    anneal it. A draw that :class:`MonteCarloEM` reuses for further updates is drawn again.
+    Pass other state as ``extra``, such as an annealed temperature of :class:`GumbelSoftmax`. A draw
+    that :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
 
     :param path: the path of the file.
-    :param parts: everything that changes in training, by names of your choice: modules (models,
+    :param parts: a dict of all objects that change in training, by any names: modules (models,
         guides, ``elbo(model, guide)``, objectives with learned or adaptive parts, also wrapped in
         :class:`~torch.nn.parallel.DistributedDataParallel`), optimizers and learning rate schedules
-        of PyTorch or Pyro, a whole :class:`~pyro.infer.SVI` (with the modules that its model and
-        guide are, or are methods of; pass other modules that these use), batch samplers, random
-        generators: any object with ``state_dict`` or ``get_state``.
+        of PyTorch or Pyro, batch samplers, random generators: any object with ``state_dict`` or
+        ``get_state``. An :class:`~pyro.infer.SVI` includes the modules that its model and guide
+        are, or are methods of; pass other modules that these use.
     :param extra: numbers, strings, tensors, and lists and dicts of them; :func:`load_checkpoint`
         returns them.
     :raises ValueError: naming a part that has no state to save.
@@ -493,14 +493,14 @@ def load_checkpoint(
     """
     Restore a training run.
 
-    On the same machine the next step equals the one after the save, bit for bit. Values are copied
-    into the live tensors, on any device, so that optimizers and compiled modules still refer to
-    them. Ranks without a saved state are seeded from the saved ones. AutoGuides have no parameters
-    before their first call, so call them once before loading; the draws of that call do not matter,
-    because the generators are set here. If anything does not fit, nothing is changed.
+    On the same machine the next step equals the step after the save, bit for bit. Values are copied
+    into the existing tensors, on any device, so that optimizers and compiled modules still refer to
+    them. Ranks without a saved state are seeded from the saved states. AutoGuides have no
+    parameters before their first call, so call them once before loading. If a part does not fit,
+    nothing is changed.
 
     :param path: a file written by :func:`save_checkpoint`.
-    :param parts: the live parts, by the names used for saving.
+    :param parts: the objects to restore, by the names used for saving.
     :param bool weights_only: reject files with anything but tensors, plain values and constraints,
         because unpickling other objects can run code. Use False only for files that you trust.
     :returns: the saved ``extra`` values.

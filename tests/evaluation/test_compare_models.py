@@ -117,7 +117,7 @@ def test_arguments():
     with pytest.raises(TypeError, match="compare_models has no option 'particles'"):
         compare_models({"a": pair, "b": pair}, particles=3)
     exact = HierarchicalGaussian(N=5)
-    with pytest.raises(ValueError, match="conditional on theta, which the guide holds"):
+    with pytest.raises(ValueError, match="conditional on theta, which have fixed values"):
         compare_models({"a": (exact.model, exact.guide), "b": pair}, joint=False)
 
 
@@ -176,5 +176,5 @@ def test_guides_of_one_class_are_judged_with_their_own_parameters():
 def test_guides_that_share_the_store_are_named():
     pyro.clear_param_store()
     pairs = {name: located(mean, cleared=False) for name, mean in {"a": 0.0, "b": 20.0}.items()}
-    with pytest.warns(UserWarning, match=r"parameter 'AutoNormal.* one and the same"):
+    with pytest.warns(UserWarning, match=r"parameter 'AutoNormal.* is shared with another"):
         compare_models(pairs, torch.tensor(3.0), num_particles=50, seed=0)

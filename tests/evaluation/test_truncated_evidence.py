@@ -87,7 +87,7 @@ def test_a_point_mass_alone_is_no_bound_and_is_refused(judge):
 
     for guide in (AutoDelta(model), AutoLaplaceApproximation(model)):
         guide(X[:, 0])
-        with pytest.raises(ValueError, match=r"no bound on log p\(x\). Use a guide that draws"):
+        with pytest.raises(ValueError, match=r"not a bound on log p\(x\). Use a guide that draws"):
             judge(model, guide, X[:, 0])
     near = guide.laplace_approximation(X[:, 0])
     result = log_evidence(model, near, X[:, 0], num_particles=2000)
