@@ -345,7 +345,7 @@ def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) ->
     for keyword in (n for n in options if n not in Options.__dataclass_fields__):
         raise TypeError(
             f"{evaluator} has no option '{keyword}': keyword arguments of the model and the guide "
-            f"go into model_kwargs={{'{keyword}': ...}}, or for a loader into its batches"
+            f"go into model_kwargs={{'{keyword}': ...}}"
         )
     return Options(**{**defaults, **options})
 
