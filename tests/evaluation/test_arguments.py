@@ -163,17 +163,18 @@ def bernoulli(probability, obs):
 
 
 @pytest.mark.parametrize(
-    ("judge", "options", "remedy"),
+    ("judge", "options"),
     [
-        (log_evidence, {"schedule": 2}, "leave out schedule and kernel"),
-        (log_evidence, {"kernel": HMC()}, "leave out schedule and kernel"),
-        (report, {"schedule": 2}, "leave out schedule and kernel"),
-        (refine, {"schedule": 2}, "leave out schedule and kernel"),
-        (refine, {"num_transitions": 2}, "leave out schedule, kernel and num_transitions"),
-        (sandwich, {}, "use log_evidence without schedule and kernel"),
+        (log_evidence, {"schedule": 2}),
+        (log_evidence, {"kernel": HMC()}),
+        (report, {"schedule": 2}),
+        (refine, {"schedule": 2}),
+        (refine, {"num_transitions": 2}),
+        (sandwich, {}),
     ],
 )
-def test_discrete_latents_have_a_remedy_that_applies(judge, options, remedy):
+def test_discrete_latents_have_a_remedy_that_applies(judge, options):
+    remedy = r"leave out schedule, kernel and num_transitions \(.*sandwich.*: use log_evidence\)"
     with pytest.raises(ValueError, match=rf"the guide's site 'k' is discrete: {remedy}"):
         judge(bernoulli(0.3, True), bernoulli(0.5, False), X, **options)
 
