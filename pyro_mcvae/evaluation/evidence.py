@@ -336,7 +336,8 @@ def log_evidence(
         * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
           for enumeration; False draws them.
         * ``progress=None``: show a progress bar if ``tqdm`` is installed; None shows it on a
-          terminal and in notebooks, if the evaluation takes longer than two seconds.
+          terminal and in notebooks, if the evaluation takes longer than two seconds, and
+          otherwise logs a line per minute.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
         masses in the data's plates, chains without continuous latents, guides that never ran, masks
