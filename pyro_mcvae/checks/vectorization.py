@@ -508,8 +508,8 @@ def _value_of(site: Site, value: Tensor, particle: int, count: int, nesting: int
 def _host_state() -> list[object]:
     """Return the state of Python's and NumPy's global generators."""
     state = pyro.util.get_rng_state()
-    kind, keys, *others = state["numpy"]
-    return [state["random"], kind, keys.tobytes(), *others]
+    kind, keys, *position = state["numpy"]
+    return [state["random"], kind, keys.tobytes(), *position]
 
 
 def check_states(programs: Programs, run: Run) -> None:

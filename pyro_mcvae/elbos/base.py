@@ -273,44 +273,46 @@ _BASELINE = (
 )
 _OTHER_MASK = (
     "site '%s' has entries that a mask removes from the model, while the guide's mask counts them: "
-    "no prior limits their entropy, and the objective is no bound on log p(x). Put the same "
+    "no prior limits their entropy, and the objective is not a bound on log p(x). Put the same "
     "poutine.mask around the site in model and guide, or remove the guide's mask"
 )
 _POINTS = (
     "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
-    "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
-    "has the same value with one particle; for a bound use a guide that draws, such as AutoNormal"
+    "and the objective is log p(x, z) at the point, which is not a bound on log p(x). "
+    "TraceSGVB_ELBO has the same value with one particle; for a bound use a guide that draws, such "
+    "as AutoNormal"
 )
 _ONE_DATUM = (
-    "site '%s' and the data of site '%s' have %d independent entries each and lie in no plate, so "
-    "they are weighed as one datum: for a weight each, put both into a plate of that size"
+    "site '%s' and the data of site '%s' have %d independent entries each and are in no plate, so "
+    "all entries share one weight: for separate weights, put both into a plate of that size"
 )
 _OBSERVED = (
-    "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
-    "training lowers it, and is in no weight and no evidence. To train a network that predicts it, "
-    "subtract its log_prob from differentiable_loss instead"
+    "site '%s' of the guide is observed: as in Pyro, its log density is added to the loss, so that "
+    "training decreases it. It is not part of weights or evidence. To train a network that "
+    "predicts it, subtract its log_prob from differentiable_loss instead"
 )
 _TEMPERED = (
-    "poutine.scale multiplies all sites in plates by %g, inside the weights, which it tempers: "
-    "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
-    "pyro.plate(name, size, subsample_size=...), whose N/B stays outside the weights"
+    "poutine.scale multiplies all sites in plates by %g, inside the weights, so that the objective "
+    "is %s bound on %g log p(x). Multiply the loss instead; for a minibatch use pyro.plate(name, "
+    "size, subsample_size=...), whose N/B is outside the weights"
 )
 _AVERAGED = (
-    "no latent is weighed per datum, because %s: the particles are averaged as in the plain ELBO, "
-    "which is a bound too. For weights pass the full data, or put the latents into the data's plate"
+    "no latent has a weight per datum, because %s: the particles are averaged as in the plain "
+    "ELBO, which is also a bound. For weights pass the full data, or put the latents into the "
+    "data's plate"
 )
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
-    "guide, inside the weights: the loss is no bound on the log evidence, but one on the "
-    "logarithm of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It bounds the evidence "
-    "once the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
-    "beta-VAE; scaling the observations by 1 / beta instead has a bound for every beta"
+    "guide, inside the weights: the loss is not a bound on the log evidence, but on the logarithm "
+    "of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It is a bound on the evidence "
+    "when the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
+    "beta-VAE; scaling the observations by 1 / beta instead gives a bound for every beta"
 )
 
 
 _ANOTHER = (
-    "one loss object trains two models or guides: its step sizes, schedule and baselines, which "
-    "adapt or train, carry over from the first to the second; make a loss for each"
+    "one loss object trains two models or guides, which then share its step sizes, schedule and "
+    "baselines: create a separate loss for each"
 )
 
 
@@ -357,7 +359,7 @@ class ModelWarnings:
                 _logger.info(_ONE_DATUM, *names_and_size)
             scale = common_scale(run.terms)
             if scale is not None:
-                self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
+                self._warn(_TEMPERED % (scale, "not a" if scale > 1 else "a loose", scale))
             else:
                 self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
@@ -452,7 +454,7 @@ def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> 
     for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
         known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
         raise TypeError(
-            f"{kind.__name__} has no use for the argument {name}={options[name]!r}: it takes "
+            f"{kind.__name__} does not accept the argument {name}={options[name]!r}: it takes "
             f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"
         )
 

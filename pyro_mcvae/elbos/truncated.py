@@ -174,8 +174,8 @@ def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tens
         torch.rand(len(remaining), drawn, dtype=remaining.dtype, device=remaining.device)
         * total[:, -1:]
     )
-    other = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
-    return torch.cat([index, other], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
+    sampled = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
+    return torch.cat([index, sampled], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
 
 
 def _truncated(guide: Program) -> TruncatedPosterior:

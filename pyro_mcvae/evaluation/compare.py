@@ -136,9 +136,9 @@ class Comparison(dict[str, TrainedCopy]):
         error is that of paired differences over data. With a single weight it is the Monte Carlo
         error.
         """
-        one, other = self[name].evidence, self[over].evidence
-        difference = one.log_evidence - other.log_evidence
-        error = torch.hypot(one.standard_error, other.standard_error)
+        first, second = self[name].evidence, self[over].evidence
+        difference = first.log_evidence - second.log_evidence
+        error = torch.hypot(first.standard_error, second.standard_error)
         if difference.numel() > 1:
             error = difference.std() / math.sqrt(difference.numel())
         return float(difference.mean()), float(error)
@@ -339,11 +339,11 @@ def compare(
         ...     pyro.sample("x", dist.Normal(z.sum(-1, keepdim=True), 1.0).to_event(1), obs=x)
         >>> losses = {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(10)}
         >>> adam = pyro.optim.Adam({"lr": 0.02})
-        >>> found = compare(model, AutoNormal(model), torch.ones(1), losses=losses, optim=adam,
+        >>> result = compare(model, AutoNormal(model), torch.ones(1), losses=losses, optim=adam,
         ...                 num_steps=200, seed=0)
-        >>> list(found), len(found["IWAE"].bounds), found.learns
+        >>> list(result), len(result["IWAE"].bounds), result.learns
         (['ELBO', 'IWAE'], 200, False)
-        >>> found.use(found.best[0])  # and go on with it
+        >>> result.use(result.best[0])  # continue with it
     """
     settings = make_options("compare", options)
     programs = make_programs(model, guide, args, model_kwargs)
@@ -576,9 +576,9 @@ class ModelComparison(dict[str, LogEvidence]):
         """
         Return the log Bayes factor of one model over another, in nats, and its standard error.
         """
-        one, two = self[name], self[other]
-        error = torch.hypot(one.total_standard_error, two.total_standard_error)
-        return float(one.total - two.total), float(error)
+        first, second = self[name], self[other]
+        error = torch.hypot(first.total_standard_error, second.total_standard_error)
+        return float(first.total - second.total), float(error)
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -699,10 +699,10 @@ def compare_models(
         ...         pyro.sample("z", dist.Normal(x.sum() / precision, 1.2 * precision**-0.5))
         ...     return model, guide
         >>> x = torch.full((20,), 2.0)
-        >>> found = compare_models({"narrow": make(0.1), "wide": make(3.0)}, x, seed=0)
-        >>> print(found.verdict)
+        >>> result = compare_models({"narrow": make(0.1), "wide": make(3.0)}, x, seed=0)
+        >>> print(result.verdict)
         wide has the highest evidence.
-        >>> value, error = found.difference("wide", "narrow")
+        >>> value, error = result.difference("wide", "narrow")
         >>> bool(abs(value - 30.6) < 0.1)
         True
     """

@@ -126,8 +126,8 @@ class LogEvidence:
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.0))
-        >>> found = log_evidence(model, guide, torch.zeros(3))
-        >>> found.log_evidence.shape, found.plates, int(found.unreliable.sum())
+        >>> result = log_evidence(model, guide, torch.zeros(3))
+        >>> result.log_evidence.shape, result.plates, int(result.unreliable.sum())
         (torch.Size([3]), ('data',), 0)
     """
 
@@ -330,7 +330,8 @@ def log_evidence(
         * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
           for enumeration; False draws them.
         * ``progress=None``: show a progress bar if ``tqdm`` is installed; None shows it on a
-          terminal and in notebooks, if the evaluation takes longer than two seconds.
+          terminal and in notebooks, if the evaluation takes longer than two seconds, and
+          otherwise logs a line per minute.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
         masses in the data's plates, chains without continuous latents, guides that never ran, masks
@@ -350,11 +351,11 @@ def log_evidence(
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 0.8))
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
-        >>> found = log_evidence(model, guide, x, num_particles=10_000)
+        >>> result = log_evidence(model, guide, x, num_particles=10_000)
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x)
-        >>> bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
+        >>> bool(((result.log_evidence - exact).abs() < 4 * result.standard_error).all())
         True
-        >>> bool((found.pareto_k < 0.5).all())
+        >>> bool((result.pareto_k < 0.5).all())
         True
     """
     settings = make_options("log_evidence", options)

@@ -281,7 +281,8 @@ class Options:
     :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
         enumeration; False draws them.
     :param progress: show a progress bar if ``tqdm`` is installed; None shows it on a terminal and
-        in notebooks, if the evaluation takes longer than two seconds.
+        in notebooks, if the evaluation takes longer than two seconds, and otherwise logs a line
+        per minute.
     """
 
     num_particles: int = 1000

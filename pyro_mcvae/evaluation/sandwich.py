@@ -251,8 +251,8 @@ def sandwich(
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.0))
-        >>> found = sandwich(model, guide, torch.zeros(200))
-        >>> bool(0 < found.mean_gap < 0.1)
+        >>> result = sandwich(model, guide, torch.zeros(200))
+        >>> bool(0 < result.mean_gap < 0.1)
         True
     """
     settings = make_options("sandwich", options, num_particles=10)

@@ -425,8 +425,8 @@ class ImportanceSampler:
                 strict_enumeration=self._options.strict_enumeration_warning,
                 find_roots=True,
             )
-            for other in self._samplers.values():
-                sampler.structures, sampler.runner = other.structures, other.runner
+            for existing in self._samplers.values():
+                sampler.structures, sampler.runner = existing.structures, existing.runner
             self._samplers[count] = sampler
         return self._samplers[count]
 

@@ -289,8 +289,8 @@ class Recorder(Messenger):
 
     def _add_place(self, error: Any, traceback: Any) -> None:
         """Add to an error from the user's code the program, the last site and the line."""
-        other = isinstance(error, SiteError | NonlocalExit) or not isinstance(error, Exception)
-        if other or not self._recorded:
+        passed_on = isinstance(error, SiteError | NonlocalExit) or not isinstance(error, Exception)
+        if passed_on or not self._recorded:
             return
         names = [n for n, s in self.trace.nodes.items() if s.get("type") == "sample"]
         after = f"after site '{names[-1]}'" if names else "before its first site"

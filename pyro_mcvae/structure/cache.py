@@ -178,6 +178,6 @@ class Analyses:
     def _find(self, programs: Programs) -> Analysis:
         if not self._pairs or self._pairs[0].programs != programs.pair:
             pair = next((p for p in self._pairs if p.programs == programs.pair), None)
-            others = [p for p in self._pairs if p is not pair]
-            self._pairs = [pair or _Pair(programs.pair), *others][:_MAX_PAIRS]
+            other_pairs = [p for p in self._pairs if p is not pair]
+            self._pairs = [pair or _Pair(programs.pair), *other_pairs][:_MAX_PAIRS]
         return self._pairs[0].of(programs)

@@ -35,10 +35,10 @@ RNGState: TypeAlias = dict[str, Any]
 def rng_state() -> RNGState:
     """Return the states of PyTorch's generators on all devices, NumPy's and Python's."""
     state = pyro.util.get_rng_state()
-    name, keys, *others = state["numpy"]
+    name, keys, *position = state["numpy"]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     # A list instead of NumPy's array, which safe loading rejects.
-    return {**state, "numpy": (name, keys.tolist(), *others), "cuda": cuda}
+    return {**state, "numpy": (name, keys.tolist(), *position), "cuda": cuda}
 
 
 def set_rng_state(state: RNGState) -> None:
@@ -158,10 +158,10 @@ class ParamStorePart(Part):
         for key, value in self._owned().items():
             keys.setdefault(id(value), key)
         state = self._store.get_state()
-        others = {n: p for n, p in state["params"].items() if id(p) not in keys}
+        other_params = {n: p for n, p in state["params"].items() if id(p) not in keys}
         return {
             "owners": {n: keys[id(p)] for n, p in state["params"].items() if id(p) in keys},
-            "of_modules": {n: True for n, p in others.items() if isinstance(p, nn.Parameter)},
+            "of_modules": {n: True for n, p in other_params.items() if isinstance(p, nn.Parameter)},
             "params": {n: p.detach() for n, p in state["params"].items()},
             "constraints": state["constraints"],
         }

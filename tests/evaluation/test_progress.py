@@ -12,6 +12,7 @@ from pyro_mcvae import (
     report,
     sandwich,
 )
+from pyro_mcvae.programs import progress
 from tests.models import ConjugateGaussian
 
 
@@ -22,6 +23,7 @@ class Bar:
 
     def __init__(self, **options):
         self.options, self.total, self.n, self.closed = options, options["total"], 0.0, False
+        self.disable = bool(options["disable"])
         self.made.append(self)
 
     def update(self, count):
@@ -63,6 +65,18 @@ def test_work_ends_where_it_was_said_to(call, bars):
         assert bar.n == pytest.approx(bar.total)
         assert bar.n > 1
         assert bar.options["disable"] is False
+
+
+def test_long_evaluations_log_their_progress_without_a_terminal(monkeypatch, caplog):
+    exact = ConjugateGaussian(N=3)
+    log_evidence(exact.model, exact.guide, num_particles=30, chunk_size=7)
+    assert "done" not in caplog.text  # less than a minute
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    log_evidence(exact.model, exact.guide, num_particles=30, chunk_size=7, progress=False)
+    assert "done" not in caplog.text
+    log_evidence(exact.model, exact.guide, num_particles=30, chunk_size=7)
+    assert "evaluating: 23 % done" in caplog.text
+    assert "evaluating: 100 % done" in caplog.text
 
 
 def test_none_waits_and_leaves_files_alone(bars):
