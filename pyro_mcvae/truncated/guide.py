@@ -173,9 +173,11 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     :param int num_states: S, the same for all data.
     :param EvolutionaryUpdate evolution: the search of one step.
     :param guide: a guide for the latents that are not searched, called with the model's
-        arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
-    :param int prior_draws: how many states each step draws from the model besides, as candidates
-        that single moves may not reach.
+        arguments: a function, or an AutoGuide of the model with the discrete sites hidden. The
+        states depend on its draws, so ``Predictive`` and other losses draw one after the other
+        (``parallel=False``, ``vectorize_particles=False``).
+    :param int prior_draws: the number of states of each datum that a step also draws from the
+        model, as candidates that single moves may not reach.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
     :param bool fixed_data: whether a datum's observations are the same at every call, so that other
         observations raise an error; False for data that are drawn again (by binarization). Values
