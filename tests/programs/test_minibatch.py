@@ -49,7 +49,7 @@ def test_latents_of_other_data_are_refused(name):
     pyro.set_rng_seed(0)
     guide, loss = AutoNormal(model), LOSSES[name]()
     guide(torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match=r"'data' of the model is given the minibatch \[0, 5\]"):
+    with pytest.raises(ValueError, match=r"'data' of the model has the minibatch \[0, 5\]"):
         loss.loss_and_grads(model, guide, torch.tensor([0, 5]))
 
 
