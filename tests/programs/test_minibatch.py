@@ -57,7 +57,7 @@ def test_judges_refuse_them_too():
     pyro.set_rng_seed(0)
     guide = AutoNormal(model)
     guide(torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match="the same subsample=, as by the argument create_plates"):
+    with pytest.raises(ValueError, match="pass the same subsample= in the guide"):
         log_evidence(model, guide, torch.tensor([0, 5]), num_particles=10)
 
 
