@@ -46,10 +46,10 @@ from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
 from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import sandwich
-from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM
-from pyro_mcvae.reference_methods.wake_sleep import WakeSleep
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
+from pyro_mcvae.training.monte_carlo_em import MonteCarloEM
+from pyro_mcvae.training.wake_sleep import WakeSleep
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 from pyro_mcvae.truncated.search import EvolutionaryUpdate, InformedFlips, UniformFlips
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import logging
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pyro_mcvae.compiled.graph import owns_outputs
+from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import first_line
 
@@ -267,10 +269,11 @@ _OVERLOADS = {
     "Scalar": "eq ne lt le gt ge",
     "Tensor_Scalar": "pow",
     "dim_IntList": "sum",
-    "dim": "select squeeze all any",
+    "dim": "squeeze all any",
+    "int": "select transpose",
     "self": "where",
-    "default": "abs addmm all clone exp expm1 isfinite log log1p mm neg reciprocal rsqrt sigmoid "
-    "sqrt sum t tanh unsqueeze",
+    "default": "abs addmm all cat clone exp expm1 isfinite log log1p mm neg randn randn_like "
+    "reciprocal rsqrt sigmoid sqrt stack sum t tanh unsqueeze",
 }
 _QUICK: dict[object, Callable[..., object]] = {
     getattr(getattr(_aten, name), overload): getattr(torch, name)
@@ -309,16 +312,19 @@ class Backend:
         count = len(graph.graph.nodes)
         begin = time.perf_counter()
         try:
-            if count > _MOST:
-                raise RuntimeError(f"to compile its {count} operations would take minutes")
-            _logger.warning(
-                "compiling a step of %d operations once, by %s; training goes on when that is done "
-                "(backend='eager' needs no compiler)",
-                count,
-                self.name,
-            )
             with torch.no_grad():
-                run = self._compile(graph, example)
+                plain = self.name == "inductor" and not self.options
+                outlined = outline(graph, example) if plain else None
+                if (size := outlined.size if outlined else count) > _MOST:
+                    raise RuntimeError(f"to compile {size} operations would take minutes")
+                _logger.warning(
+                    "compiling a step of %d operations%s once, by %s; training goes on when that "
+                    "is done (backend='eager' needs no compiler)",
+                    count,
+                    f", {size} without those that repeat," if outlined else "",
+                    self.name,
+                )
+                run = self._compile(graph, example, outlined)
         except Exception as error:
             _logger.warning(
                 "%s cannot compile the step, which is replayed without a compiler from now on: %s",
@@ -329,7 +335,7 @@ class Backend:
         _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
         return run
 
-    def _compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
+    def _compile(self, graph: GraphModule, example: list[Tensor], outlined: Outline | None) -> Run:
         from torch._inductor import config
 
         run: Run
@@ -339,7 +345,11 @@ class Backend:
         with config.patch({"fallback_random": True}):
             if plain:
                 with in_one_file():
-                    run = _inductor(graph, example)
+                    run = (
+                        _driver(outlined, example)
+                        if outlined
+                        else _unboxed(_inductor(graph, example), contextlib.nullcontext())
+                    )
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
             # Its first call, which is the compilation of torch.compile.
@@ -354,10 +364,10 @@ class Backend:
         return run
 
 
-def _inductor(graph: GraphModule, example: list[Tensor]) -> Run:
+def _inductor(graph: GraphModule, example: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    kernels: list[Callable[[list[Tensor]], list[Tensor]]] = []
+    kernels: list[Any] = []
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
         kernels.append(compile_fx_inner(*args, **kwargs))
@@ -367,7 +377,80 @@ def _inductor(graph: GraphModule, example: list[Tensor]) -> Run:
     run: Any = compile_fx(graph, list(example), inner_compile=remembered)
     # What stands around the compiled function puts views of inputs and updates of them together.
     # Where there are none it does nothing, in a tenth of the time of a small graph.
-    compiled: Run = (
-        (lambda *inputs: kernels[0](list(inputs))) if owns and len(kernels) == 1 else run
-    )
-    return compiled
+    if owns and len(kernels) == 1:
+        return getattr(kernels[0], "current_callable", kernels[0])
+    return lambda inputs: run(*inputs)
+
+
+def _driver(outlined: Outline, example: list[Tensor]) -> Run:
+    """Return the function of a graph whose bodies are compiled once."""
+    from torch._inductor import config
+
+    def compile(graph: GraphModule, example: list[Tensor], inner: bool) -> Callable[[], Run]:
+        with config.patch({"size_asserts": False, "alignment_asserts": False}):
+            call = _inductor(graph, example)
+        return lambda: _unboxed(call, _Memory(call) if inner else contextlib.nullcontext())
+
+    driver, layouts = quick(outlined.driver(compile)), _layouts(example)
+
+    def checked(*inputs: Tensor) -> list[Tensor]:
+        if _layouts(inputs) != layouts:  # which bodies do not check
+            raise RuntimeError("an input has another layout than when the step was recorded")
+        return driver(*inputs)
+
+    return checked
+
+
+def _layouts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(t.shape, t.stride()) for t in tensors]
+
+
+def _unboxed(
+    call: Callable[[list[Tensor]], list[Tensor]], around: contextlib.AbstractContextManager[Any]
+) -> Run:
+    def run(*inputs: Tensor) -> list[Tensor]:
+        with around:
+            return call(list(inputs))
+
+    return run
+
+
+# The memory of more bytes is not kept between steps.
+_SMALL = 16_384
+
+
+class _Memory:
+    """
+    Lets a compiled function write to the same small tensors in each step: to allocate them takes
+    half of its time. Nothing that it returns is used after the step.
+    """
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._names = getattr(getattr(call, "__func__", None), "__globals__", {})
+        self._allocate: Any = self._names.get(_ALLOCATE)
+        self._kept: list[Tensor | None] = []
+
+    def __enter__(self) -> None:
+        take = iter(self._kept).__next__
+
+        def again(*layout: Any) -> Tensor:
+            tensor = take()
+            return self._allocate(*layout) if tensor is None else tensor
+
+        if self._allocate is not None:
+            self._names[_ALLOCATE] = again if self._kept else self._first
+
+    def _first(self, *layout: Any) -> Tensor:
+        tensor: Tensor = self._allocate(*layout)
+        self._kept.append(tensor if tensor.nbytes <= _SMALL else None)
+        return tensor
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._allocate is not None:
+            self._names[_ALLOCATE] = self._allocate
+        if error is not None:
+            self._kept.clear()
+
+
+# What the code that Inductor writes calls.
+_ALLOCATE = "empty_strided_cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +29,25 @@ _STATISTICS = {
 }
 
 
+def _is_functional(node: Node) -> bool:
+    """Return whether a node changes nothing; it may draw random numbers."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op == "call_function"
+    schema = getattr(node.target, "_schema", None)
+    return not (schema is None or schema.is_mutable or node.target in _STATISTICS)
+
+
 def _is_pure(node: Node) -> bool:
     """
     Return whether a node has no side effects and draws nothing, so that it may be moved, merged or
     erased.
     """
-    if node.op != "call_function" or node.target is operator.getitem:
-        return node.op == "call_function"
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable or node.target in _STATISTICS:
-        return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
+    return _is_functional(node) and not is_draw(node)
+
+
+def is_draw(node: Node) -> bool:
+    """Return whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
@@ -60,7 +69,7 @@ def _written(node: Node) -> Iterator[Node]:
             yield from (v for v in values if isinstance(v, Node))
 
 
-def _viewed(node: Node) -> Node | None:
+def viewed_by(node: Node) -> Node | None:
     """Return the node whose memory this node's result may share."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
@@ -74,7 +83,7 @@ def _memory_owners(nodes: Iterable[Node]) -> dict[Node, Node]:
     """Map each node that is a view to the node that owns its memory."""
     owners: dict[Node, Node] = {}
     for node in nodes:
-        if (source := _viewed(node)) is not None:
+        if (source := viewed_by(node)) is not None:
             owners[node] = owners.get(source, source)
     return owners
 
@@ -85,20 +94,26 @@ def _targets(graph: Graph) -> list[Node]:
     return list(dict.fromkeys(owners.get(t, t) for node in graph.nodes for t in _written(node)))
 
 
-def _constant_nodes(graph: Graph) -> Iterator[Node]:
+def functional_nodes(graph: Graph) -> Iterator[Node]:
     """
-    Yield the operations that depend on their inputs alone, in order. They may be erased meanwhile.
+    Yield the operations that depend on their inputs alone, or draw, in order. They may be erased
+    meanwhile.
 
     A tensor that is written to later is excluded, because reads before and after differ.
     """
     owners, changing = _memory_owners(graph.nodes), set(_targets(graph))
     for node in list(graph.nodes):
         inputs = [node, *node.all_input_nodes]
-        if _is_pure(node) and not any(owners.get(n, n) in changing for n in inputs):
+        if _is_functional(node) and not any(owners.get(n, n) in changing for n in inputs):
             yield node
 
 
-def _returned(graph: Graph) -> tuple[Node, list[Any]]:
+def _constant_nodes(graph: Graph) -> Iterator[Node]:
+    """Yield the operations that depend on their inputs alone, in order."""
+    return filter(_is_pure, functional_nodes(graph))
+
+
+def returned_by(graph: Graph) -> tuple[Node, list[Any]]:
     """Return the output node and its arguments."""
     (output,) = (n for n in graph.nodes if n.op == "output")
     returned = output.args[0]
@@ -117,6 +132,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
+    _numbers_to_full(recorded)
     _simplify(graph)
     _fold(graph)
     # PyTorch's own pass takes unused draws out, in some versions: the others would be other ones.
@@ -134,11 +150,14 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
 # A detached tensor is recorded as an alias since PyTorch 2.14.
 _DETACHED = {_aten.detach.default, _aten.alias.default}
 _SAME = _DETACHED | {_aten.expand.default, _aten.view.default}
+_COPIED_NUMBERS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _COPIES = {_aten.clone.default, _aten.pow.Tensor_Scalar}
 # The value, or the argument with the value, by which these operations fill a tensor.
 _FILLED: dict[object, Any] = {
+    _aten.zeros.default: 0,
     _aten.zeros_like.default: 0,
     _aten.new_zeros.default: 0,
+    _aten.ones.default: 1,
     _aten.ones_like.default: 1,
     _aten.new_ones.default: 1,
     _aten.full_like.default: slice(1, 2),
@@ -170,6 +189,18 @@ def _simplify(graph: Graph) -> None:
             alike &= node.target == _aten.clone.default or node.args[1] == 1
         if alike:
             node.replace_all_uses_with(source)
+
+
+def _numbers_to_full(recorded: GraphModule) -> None:
+    """
+    Fill tensors that Python made of one number: a chain's model makes them at each transition.
+    """
+    graph = recorded.graph
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        tensor = operator.attrgetter(str(node.target))(recorded)
+        if tensor.dim() == 0 and all(u.target in _COPIED_NUMBERS for u in node.users):
+            for user in list(node.users):
+                _fill(user, tensor.item())
 
 
 def _fill(node: Node, value: Any) -> None:
@@ -291,22 +322,22 @@ def _merge_equal(graph: Graph) -> None:
     """
     known: dict[Hashable, Node] = {}
     for node in _constant_nodes(graph):
-        first = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+        first = known.setdefault((node.target, key_of(node.args), key_of(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
-def _key(value: Argument) -> Hashable:
+def key_of(value: Argument) -> Hashable:
     """Equal for equal arguments; 1, 1.0 and True are not, and 0.0 is not -0.0."""
     if isinstance(value, Node):
         return value
     if isinstance(value, list | tuple):
-        return (type(value), *map(_key, value))
+        return (type(value), *map(key_of, value))
     if isinstance(value, dict):
-        return tuple((name, _key(v)) for name, v in value.items())
+        return tuple((name, key_of(v)) for name, v in value.items())
     if isinstance(value, slice):
-        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
+        return ("slice", key_of(value.start), key_of(value.stop), key_of(value.step))
     return (type(value), repr(value))
 
 
@@ -316,7 +347,7 @@ def _owned_outputs(graph: Graph) -> None:
     users, who write to them.
     """
     owners, seen, owned = _memory_owners(graph.nodes), set[Node](), []
-    output, returned = _returned(graph)
+    output, returned = returned_by(graph)
     for value in returned:
         root = owners.get(value, value)
         if root.op == "placeholder" or root in seen or not _is_dense(value):
@@ -341,10 +372,98 @@ def owns_outputs(graph: Graph) -> bool:
     """
     Return whether no output shares memory with another or with an input, and no input is updated.
     """
-    owner_of, (_, returned) = _memory_owners(graph.nodes), _returned(graph)
+    owner_of, (_, returned) = _memory_owners(graph.nodes), returned_by(graph)
     owners = [owner_of.get(value, value) for value in returned]
     shared = any(n.op == "placeholder" for n in (*owners, *_targets(graph)))
     return len(set(owners)) == len(returned) and not shared
+
+
+# 1. Gradients of parts ----------------------------------------------------------------------------
+
+_SELECTED, _SLICED = _aten.select_backward.default, _aten.slice_backward.default
+
+
+def join_parts(graph: Graph, least: int) -> None:
+    """
+    Stack the gradients of the parts of a tensor, such as of ``x[k]`` at each transition k.
+
+    They are recorded as a sum of tensors that are zero elsewhere, each with an index that no other
+    transition has. The terms of an entry are added in the same order, those without an index last.
+
+    :param least: the number of parts from which on they are stacked.
+    """
+    sums: dict[Node, list[Any]] = {}
+    for node in graph.nodes:
+        if _is_sum(node):
+            sums[node] = terms = []
+            for term in node.args:
+                terms += sums.pop(term) if term in sums and len(term.users) == 1 else [term]
+    for root, terms in sums.items():
+        # Each layer has parts that do not overlap.
+        layers: dict[Hashable, list[dict[tuple[int, int], Node]]] = defaultdict(list)
+        for node in [t for t, count in Counter(terms).items() if count == 1 and _is_part(t)]:
+            begin, end = _interval(node)
+            found = layers[node.target, key_of(node.args[1:3])]
+            free = (x for x in found if all(end <= b or e <= begin for b, e in x))
+            if (layer := next(free, None)) is None:
+                found.append(layer := {})
+            layer[begin, end] = node
+        long = [x for found in layers.values() for x in found if len(x) >= least]
+        joined = {n for layer in long for n in layer.values()}
+        if joined:
+            with graph.inserting_before(root):
+                total, *others = [_stacked(graph, layer) for layer in long]
+                for term in (*others, *(t for t in terms if t not in joined)):
+                    total = graph.call_function(_aten.add.Tensor, (total, term))
+            root.replace_all_uses_with(total)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (_is_sum(node) or _is_part(node)):
+            graph.erase_node(node)
+
+
+def _is_sum(node: Node) -> bool:
+    """Return whether a node adds two tensors of its own shape and type."""
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return False
+    metas = [a.meta.get("tensor_meta") if isinstance(a, Node) else None for a in (*node.args, node)]
+    kinds: set[Any] = {None if m is None else (m.shape, m.dtype) for m in metas}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _is_part(node: Node) -> bool:
+    step = node.args[5:] == (1,) if node.target is _SLICED else node.target is _SELECTED
+    return step and len(node.users) <= 1
+
+
+def _interval(part: Node) -> tuple[int, int]:
+    """Return the first index of a part and the index after its last one."""
+    args: Any = part.args
+    _, sizes, dim, *where = args
+    if part.target is _SELECTED:
+        return where[0] % sizes[dim], where[0] % sizes[dim] + 1
+    begin, end, _ = slice(*where).indices(sizes[dim])
+    return begin, max(begin, end)
+
+
+def _stacked(graph: Graph, layer: dict[tuple[int, int], Node]) -> Node:
+    """Return the sum of parts that do not overlap."""
+    first = next(iter(layer.values()))
+    args: Any = first.args
+    selected, (sizes, dim), at = first.target is _SELECTED, args[1:3], 0
+    pieces: list[Any] = []
+    kind = {"dtype": first.meta["tensor_meta"].dtype, "device": first.meta["device"]}
+    for begin, end in [*sorted(layer), (sizes[dim], sizes[dim])]:
+        if begin > at:
+            shape = [*sizes]
+            shape[dim] = begin - at
+            if selected:
+                del shape[dim]
+            zeros = graph.call_function(_aten.full.default, (shape, 0.0), kind)
+            pieces += [zeros] * (begin - at if selected else 1)
+        pieces += [layer[begin, end].args[0]] if (begin, end) in layer else []
+        at = end
+    target = _aten.stack.default if selected else _aten.cat.default
+    return graph.call_function(target, (pieces, dim))
 
 
 # Updates in place ---------------------------------------------------------------------------------
@@ -382,7 +501,7 @@ def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
     :raises NotRecordable: if another input is written to.
     """
     updates = []
-    output, new = _returned(graph)
+    output, new = returned_by(graph)
     for node in [n for n in _targets(graph) if n.op == "placeholder"]:
         if node not in constants:
             raise NotRecordable("a program writes to a tensor that it is called with")
@@ -390,11 +509,13 @@ def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
         if last is not None:
             new += last.args[2:4]
             graph.erase_node(last)
-        else:  # a copy is written instead
-            with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+        else:  # a copy is written instead, of which nothing needs to know before
+            users = [n for n in graph.nodes if node in n.all_input_nodes]
+            seen = [n for n in users if viewed_by(n) is node or node in _written(n)]
+            with graph.inserting_before(seen[0]):
                 copy = graph.call_function(_aten.clone.default, (node,))
-            node.replace_all_uses_with(copy)
-            copy.args = (node,)
+            for user in users[users.index(seen[0]) :]:
+                user.replace_input_with(node, copy)
             new.append(copy)
         updates.append(Update(constants.index(node), last is not None))
     output.args = (tuple(new),)
@@ -421,8 +542,7 @@ def _rows(graph: Graph, buffer: Node) -> Node | None:
 def fresh(graph: Graph, count: int) -> set[int]:
     """Return which of a graph's first inputs are tensors that Python made of numbers inside it."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"][:count]
-    copies = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
-    return {i for i, n in enumerate(inputs) if all(user.target in copies for user in n.users)}
+    return {i for i, n in enumerate(inputs) if all(u.target in _COPIED_NUMBERS for u in n.users)}
 
 
 def split_off(graph: Graph, stays: list[bool]) -> tuple[GraphModule, GraphModule]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,9 +107,11 @@ class SiteSignal:
         return torch.where(reached, self.cost / torch.where(reached, self.upstream, 1.0), 0.0)
 
 
-class Baseline(ABC):
+class Baseline:
     """
     A variance reduction of one discrete site's gradient that does not change its mean.
+
+    Subclasses override :meth:`surrogate`; that of this class is REINFORCE, without a baseline.
 
     :cvar min_samples: the number of draws it needs.
     :cvar extra_draw: whether it needs another draw of the site, independent of the slots.
@@ -129,14 +130,12 @@ class Baseline(ABC):
     extra_draw = False
     relaxed = False
 
-    @abstractmethod
     def surrogate(self, signal: SiteSignal) -> Tensor:
-        """Return a scalar with the gradient of the site's distribution, and of learned parts."""
-
-
-def no_baseline(signal: SiteSignal) -> Tensor:
-    r"""Return the surrogate of REINFORCE: :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`."""
-    return score_surrogate(signal.weight * signal.cost, signal.score)
+        r"""
+        Return a scalar with the gradient of the site's distribution, and of learned parts; here
+        :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`.
+        """
+        return score_surrogate(signal.weight * signal.cost, signal.score)
 
 
 class IndependentDraw(Baseline):
@@ -154,7 +153,7 @@ class IndependentDraw(Baseline):
 
     def surrogate(self, signal: SiteSignal) -> Tensor:
         if not signal.extra:  # an exact sum
-            return no_baseline(signal)
+            return super().surrogate(signal)
         # The last slot has weight zero.
         return score_surrogate(signal.weight * (signal.cost - signal.cost[-1:]), signal.score)
 
@@ -343,7 +342,7 @@ class RELAX(LearnedBaseline):
                 f"'{signal.name}' has not: give it another baseline"
             )
         if signal.exact:
-            return no_baseline(signal)
+            return super().surrogate(signal)
         logits = signal.support.logits
         with torch.enable_grad():
             gradient = self._gradient(signal, logits.detach().requires_grad_())
@@ -443,6 +442,3 @@ class GumbelSoftmax(Baseline):
             raise ValueError(f"temperature must be positive, got {temperature}")
         self.temperature = temperature
         self.hard = hard
-
-    def surrogate(self, signal: SiteSignal) -> Tensor:
-        return no_baseline(signal)

@@ -45,28 +45,12 @@ from pyro_mcvae.programs.types import NoCoordinateError, Program, Site
 ToArgs = Callable[[dict[str, Tensor]], object]
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """
-    Data simulated from a model.
-
-    :ivar programs: model and guide on the simulated data.
-    :ivar latents: the latents that generated the data, by site of the model. They are an exact
-        posterior draw.
-    :ivar trace: the execution of the model that drew both.
-    """
-
-    programs: Programs
-    latents: dict[str, Tensor]
-    trace: Trace
-
-
 def simulate(
     programs: Programs,
     reference: WeightedParticles,
     fixed_sites: frozenset[str],
     to_args: ToArgs | None,
-) -> Simulation:
+) -> tuple[Programs, dict[str, Tensor], Trace]:
     """
     Draw latents from the prior, then observations.
 
@@ -74,6 +58,8 @@ def simulate(
     :param fixed_sites: latents that keep the values of the reference.
     :param to_args: maps the observations, by site, to the arguments of model and guide. None
         replaces observed tensors in the arguments.
+    :returns: model and guide on the simulated data, the latents that generated the data (an exact
+        posterior draw), and the execution of the model that drew both.
     :raises ValueError: for models from which no data can be drawn, naming the site; and if the
         observed data are not found in the arguments.
     """
@@ -103,18 +89,19 @@ def simulate(
         )
         simulated = substitute(programs, nodes, data, reference.subsamples, remedy)
     simulated = replace(simulated, model=poutine.condition(simulated.model, data=data))
-    return Simulation(simulated, latents, recorder.trace)
+    return simulated, latents, recorder.trace
 
 
-def check_density(simulation: Simulation, run: Run) -> None:
+def check_density(simulated: Trace, run: Run) -> None:
     """
     Check that the model has the same densities on the simulated data as when it drew them.
 
+    :param simulated: the model's execution that drew them.
     :param run: an execution at the simulated latents.
     :raises ValueError: naming a site whose density differs.
     """
     for term in run.terms:
-        site = simulation.trace.nodes.get(term.key.name)
+        site = simulated.nodes.get(term.key.name)
         if term.in_guide or site is None:
             continue
         expected = model_term(site).log_prob.sum()
@@ -294,8 +281,8 @@ def sandwich(
     with weights_of(programs, settings, annealing) as weights:
         pairs = []
         for _ in range(num_simulations):
-            simulation = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)
-            pairs.append(_both_bounds(weights, annealing, simulation, settings.num_particles))
+            simulated = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)
+            pairs.append(_both_bounds(weights, annealing, *simulated, settings.num_particles))
         lower, upper = zip(*pairs, strict=True)
         return Sandwich(
             torch.stack(lower),
@@ -308,10 +295,15 @@ def sandwich(
 
 
 def _both_bounds(
-    user: ImportanceSampler, annealing: Annealing, simulation: Simulation, num_particles: int
+    user: ImportanceSampler,
+    annealing: Annealing,
+    programs: Programs,
+    latents: dict[str, Tensor],
+    simulated: Trace,
+    num_particles: int,
 ) -> tuple[Tensor, Tensor]:
-    sampler = user.on(simulation.programs)
-    values = guide_values(simulation.programs, sampler.reference, simulation.latents)
+    sampler = user.on(programs)
+    values = guide_values(programs, sampler.reference, latents)
     try:
         sampler.density(1, values)
     except NoCoordinateError:  # the noise of a given value is not known
@@ -324,7 +316,7 @@ def _both_bounds(
         sampler.check(chain.log_weight, forward.runs)
         lower.append(chain.log_weight)
         density = sampler.density(count, values)
-        check_density(simulation, density.log_weight.first.sample.runs[0])
+        check_density(simulated, density.log_weight.first.sample.runs[0])
         start = density.start()
         movable = density.log_weight.movable
         back = anneal_back(

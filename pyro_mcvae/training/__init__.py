@@ -1,1 +1,1 @@
-"""Tools for training loops: checkpoints, distributed minibatches."""
+"""Training loops: checkpoints, distributed minibatches, wake-sleep and Monte Carlo EM."""

@@ -8,7 +8,6 @@ import pickle
 import re
 import uuid
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -64,24 +63,31 @@ Undo: TypeAlias = Callable[[], object]
 Saved: TypeAlias = Any
 
 
-class Part(ABC):
+class Part:
     """
-    An object with a state.
+    An object with methods for its state: optimizers, schedules, generators, statistics.
 
-    :cvar str kind: its class, to detect a mismatch.
-    :cvar bool by_rank: whether each rank of a distributed run has a separate state.
+    :ivar str kind: its class, to detect a mismatch.
+    :ivar bool by_rank: whether each rank of a distributed run has a separate state.
     """
 
-    kind: str
     by_rank = False
 
-    @abstractmethod
+    def __init__(
+        self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
+    ) -> None:
+        self.kind = _kind(value)
+        self.by_rank = isinstance(value, torch.Generator)
+        self._get, self._set = get, set_
+
     def save(self) -> Saved:
         """Return the state, as tensors and plain values; tensors may be the live ones."""
+        return self._get()
 
-    @abstractmethod
     def load(self, state: Saved) -> None:
         """Set the state; may fail halfway."""
+        # Some objects store the argument itself, and change it later.
+        self._set(copy.deepcopy(state))
 
     def undo(self) -> Undo:
         """Store the current state, and return a function that restores it."""
@@ -356,9 +362,9 @@ def _as_part(name: str, value: object) -> Part:
         return PyroOptimPart(value)
     for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
-            return _ObjectPart(value, getattr(value, save), getattr(value, load))
+            return Part(value, getattr(value, save), getattr(value, load))
     if isinstance(value, ELBO) or name.endswith(".loss"):
-        return _ObjectPart(value, lambda: None, lambda _: None)  # without separate parts
+        return Part(value, lambda: None, lambda _: None)  # without separate parts
     raise ValueError(
         f"part '{name}' ({type(value).__name__}) has neither state_dict and load_state_dict nor "
         f"get_state and set_state: leave it out, or pass a value by keyword, "
@@ -379,10 +385,7 @@ class ModulePart(Part):
         # The wrapper depends on the number of processes, and is not part of the state.
         wrapped = isinstance(module, DistributedDataParallel)
         self.module = cast("nn.Module", module.module if wrapped else module)
-        self.kind = _kind(self.module)
-
-    def save(self) -> dict[str, Saved]:
-        return self.module.state_dict()
+        super().__init__(self.module, self.module.state_dict, self.module.load_state_dict)
 
     def load(self, state: Mapping[str, Saved]) -> None:
         for path, module in self.module.named_modules():
@@ -391,7 +394,7 @@ class ModulePart(Part):
             if hasattr(module, "forget") and any(name not in state for name in buffer_names):
                 module.forget()  # saved before its first call
         try:
-            self.module.load_state_dict(state)
+            self._set(state)
         except RuntimeError as error:
             raise ValueError(
                 f"{error} (a module that creates its parameters in its first call, such as an "
@@ -414,28 +417,6 @@ class ModulePart(Part):
                         live[name].copy_(value)
 
         return restore
-
-
-class _ObjectPart(Part):
-    """An object with methods for its state: optimizers, schedules, generators, statistics."""
-
-    def __init__(
-        self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
-    ) -> None:
-        self.kind = _kind(value)
-        self.by_rank = isinstance(value, torch.Generator)
-        self._get, self._set = get, set_
-
-    def save(self) -> Saved:
-        return self._get()
-
-    def load(self, state: Saved) -> None:
-        # Some objects store the argument itself, and change it later.
-        self._set(copy.deepcopy(state))
-
-    def undo(self) -> Undo:
-        before = copy.deepcopy(self._get())
-        return lambda: self._set(before)
 
 
 # Checkpoints: the whole state of a training run in one file.

@@ -17,7 +17,14 @@ from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.joint import GuideDraws, JointRuns, Layouts, find_layouts, run_guide
+from pyro_mcvae.truncated.joint import (
+    GuideDraws,
+    JointRuns,
+    Layouts,
+    find_layouts,
+    run_guide,
+    searching,
+)
 from pyro_mcvae.truncated.posterior import StatePosterior, hidden_from_handlers, sample_states
 from pyro_mcvae.truncated.search import EvolutionaryUpdate, Population, evolve, propose
 from pyro_mcvae.truncated.states import (
@@ -327,7 +334,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         """
         guide_trace = run_guide(self.guide, args, kwargs)
         with hidden_from_handlers(), torch.no_grad():
-            nesting = self._layouts(self.model, self._sampler, args, kwargs).nesting
+            programs = Programs(self.model, self, args, kwargs)
+            nesting = self._layouts(programs, self._sampler).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
     def forget(self) -> None:
@@ -336,15 +344,13 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             del self._buffers[name]
         self._synchronized, self._layout_cache, self._record = False, [], DataRecord()
 
-    def _layouts(
-        self, model: Program, sampler: ParticleSampler, args: Args, kwargs: Kwargs
-    ) -> Layouts:
+    def _layouts(self, programs: Programs, sampler: ParticleSampler) -> Layouts:
         """Return the layouts of the model, and make the initial states at its first call."""
-        key = model, self.guide, sampler
+        key = programs.model, self.guide, sampler
         for cached_key, layouts in self._layout_cache:
             if cached_key == key:
                 return layouts
-        layouts = find_layouts(sampler, model, self.guide, args, kwargs)
+        layouts = find_layouts(sampler, searching(programs, self.guide))
         self._prepare(layouts.layout, layouts.prior_draws)
         self._layout_cache = [(key, layouts), *self._layout_cache[: _MAX_LAYOUTS - 1]]
         return layouts
@@ -415,12 +421,11 @@ class EStep:
         sampler: ParticleSampler,
         draws: GuideDraws | None = None,
     ) -> None:
-        model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
-        layouts = guide._layouts(model, sampler, args, kwargs)
+        layouts = guide._layouts(programs, sampler)
         self._guide = guide
         self._states = guide.get_buffer(f"states_{layouts.layout.name}")
         self._observed: Tensor | None = None
-        self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, draws)
+        self.runs = JointRuns(sampler, layouts, searching(programs, guide.guide), draws)
 
     def synchronize(self) -> None:
         """Use the initial states of rank 0 on all ranks of a distributed run."""

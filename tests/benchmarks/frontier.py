@@ -43,7 +43,6 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.compiled import backends
 from tests.benchmarks.growing import GrowingFile
 
 Model = Callable[[], None]
@@ -335,7 +334,6 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what the file has, run nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    backends._MOST = 50_000  # ten thousand steps repay minutes of a compiler
     pyro.enable_validation(False)
     file = GrowingFile(args.out, Row)
     known = {(*row.cell, row.rate, row.training, row.seed) for row in file.all}

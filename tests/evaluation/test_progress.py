@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from pyro_mcvae import (
-    MonteCarloEM,
     compare_models,
     log_evidence,
     log_evidence_loader,
@@ -53,7 +52,6 @@ CALLS = {
     "report": lambda m, g, **o: report(m, g, num_particles=20, **o),
     "loader": lambda m, g, **o: log_evidence_loader(m, g, [()] * 2, num_particles=9, **o),
     "sandwich": lambda m, g, **o: sandwich(m, g, schedule=2, to_args=lambda data: (), **o),
-    "draws of EM": lambda m, g, **o: MonteCarloEM(5, **o).loss_and_grads(m, g),
     "models": lambda m, g, **o: compare_models({"a": (m, g), "b": (m, g)}, num_particles=20, **o),
 }
 
@@ -89,7 +87,6 @@ def test_none_waits_and_leaves_files_alone(bars):
     assert bars[0].options["disable"] is None
     assert bars[0].options["delay"] == 2
     log_evidence(exact.model, exact.guide, num_particles=5, progress=False)
-    MonteCarloEM(5, progress=False).loss_and_grads(exact.model, exact.guide)
     assert all(bar.options["disable"] for bar in bars[1:])
     with pytest.raises(ValueError, match="progress must be True, False or None, got 'no'"):
-        MonteCarloEM(progress="no")
+        log_evidence(exact.model, exact.guide, progress="no")

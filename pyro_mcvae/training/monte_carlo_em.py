@@ -21,7 +21,6 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
-from pyro_mcvae.programs.progress import with_progress
 from pyro_mcvae.programs.run import Programs
 
 if TYPE_CHECKING:
@@ -66,7 +65,8 @@ class ChainStates(nn.Module):
             self.visited = torch.zeros(sizes, dtype=torch.bool, device=drawn.device)
         self._check(sample, drawn)
         known = self.visited[index] if index else self.visited
-        stored = self.positions[_of_all_chains(index)]
+        of_all_chains: tuple[slice | Tensor, ...] = (slice(None), *index)
+        stored = self.positions[of_all_chains]
         return torch.where(known[..., None], stored.to(drawn), drawn)
 
     @torch.no_grad()
@@ -125,55 +125,11 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
     )
 
 
-def _of_all_chains(index: tuple[Tensor, ...]) -> tuple[slice | Tensor, ...]:
-    return (slice(None), *index)
-
-
 def _full_sizes(sample: WeightedParticles) -> tuple[int, ...]:
     return tuple(f.full_size or f.size for f in sample.frames[0])
 
 
-# The arguments of a step, to check whether the next step has the same.
-
-
-@dataclass
-class Call:
-    """
-    The model and guide of a step, with its arguments and other values that they use.
-
-    :param Programs programs: the model and guide of the step.
-    :param executed: the functions that the step has executed.
-    """
-
-    programs: Programs
-    executed: ExecutedCode
-
-    def __post_init__(self) -> None:
-        self._leaves = _leaves(self.programs)
-        roots = (*self.programs.pair, *self._leaves)
-        self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
-
-    def is_same(self, programs: Programs) -> bool:
-        """Return whether another step has the same model and guide, and unchanged data."""
-        if self._read.unsupported or programs.pair != self.programs.pair:
-            return False
-        leaves = _leaves(programs)
-        same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
-        return same and self._read.changed() is None
-
-
-def _leaves(programs: Programs) -> list[object]:
-    leaves: list[object] = tree_leaves((programs.args, programs.kwargs))
-    return leaves
-
-
-def _same_leaf(a: object, b: object) -> bool:
-    if a is b:
-        return True
-    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b
-
-
-# Monte Carlo EM by Hamiltonian Monte Carlo per datum, for continuous latents.
+# Monte Carlo EM by Hamiltonian Monte Carlo per datum, for programs with continuous latents.
 
 
 @dataclass
@@ -181,13 +137,34 @@ class _Draw:
     """
     Posterior draws of a minibatch for several updates.
 
-    :ivar call: the model, the guide and the data of the draws.
+    :ivar programs: the model, the guide and the data that they were drawn for.
+    :ivar executed: the functions that the step has executed.
     :ivar num_left: the number of further updates.
     """
 
     sample: WeightedParticles
-    call: Call
+    programs: Programs
+    executed: ExecutedCode
     num_left: int
+
+    def __post_init__(self) -> None:
+        self._leaves: list[object] = tree_leaves((self.programs.args, self.programs.kwargs))
+        roots = (*self.programs.pair, *self._leaves)
+        self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
+
+    def serves(self, programs: Programs) -> bool:
+        """Return whether a step has the same programs and unchanged data."""
+        if self._read.unsupported or programs.pair != self.programs.pair or not self.num_left:
+            return False
+        leaves = tree_leaves((programs.args, programs.kwargs))
+        same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
+        return same and self._read.changed() is None
+
+
+def _same_leaf(a: object, b: object) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b
 
 
 class MonteCarloEM(ChainELBO):
@@ -231,12 +208,11 @@ class MonteCarloEM(ChainELBO):
     :param int num_particles: the number of independent chains per datum, which are averaged.
     :param int updates_per_draw: the number of steps that use a draw.
     :param bool persistent: continue the chain of each datum from its last position.
-    :param str coordinates: ``"noise"`` of the guide, or ``"latent"`` for the (unconstrained)
-        latents. The default is ``"latent"`` for persistent chains, so that training the guide does
-        not move them, and ``"noise"`` otherwise.
-    :param bool joint: move global latents together with local latents. This needs the full data.
-    :param progress: show a progress bar for the transitions of a draw, as in :func:`log_evidence`;
-        None shows it for draws of more than two seconds.
+    :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents;
+        The default is ``"latent"`` for persistent chains, so that training the guide does not move
+        them, and ``"noise"`` otherwise.
+    :param bool joint: move global latents together with local ones; without subsampled plates
+        only.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
@@ -282,7 +258,6 @@ class MonteCarloEM(ChainELBO):
         persistent: bool = False,
         coordinates: ChainCoordinates | None = None,
         joint: bool = False,
-        progress: bool | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         check_options(type(self), options)
@@ -290,7 +265,6 @@ class MonteCarloEM(ChainELBO):
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
-        check_flag("progress", progress, or_none=True)
         if kernel is None:
             kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
         if coordinates is None:
@@ -306,7 +280,7 @@ class MonteCarloEM(ChainELBO):
             joint,
             **options,
         )
-        self.updates_per_draw, self.progress = updates_per_draw, progress
+        self.updates_per_draw = updates_per_draw
         self.persistent = persistent
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
@@ -322,8 +296,7 @@ class MonteCarloEM(ChainELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
-        served = draw is not None and draw.num_left > 0 and draw.call.is_same(programs)
-        if torch.is_grad_enabled() and draw is not None and served:
+        if torch.is_grad_enabled() and draw is not None and draw.serves(programs):
             sample = self.sampler.replay_detached(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
@@ -342,10 +315,8 @@ class MonteCarloEM(ChainELBO):
         shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
 
         def finish() -> None:
-            draw.num_left -= 1
-            draw.call = Call(
-                programs, draw.call.executed
-            )  # values that model and guide have written in this step
+            # Again, with what the programs have written now.
+            self._draw = replace(draw, programs=programs, num_left=draw.num_left - 1)
 
         surrogate = as_scalar(local + shared)
         return replace(
@@ -372,8 +343,7 @@ class MonteCarloEM(ChainELBO):
         target = Target(density, log_weight.new_ones(()), movable)
         state, infos = start, []
         with torch.no_grad():
-            steps = range(self.num_steps)
-            for _ in with_progress(steps, "posterior draw", self.progress, "transition"):
+            for _ in range(self.num_steps):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)
@@ -394,8 +364,8 @@ class MonteCarloEM(ChainELBO):
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1 and self._executed is not None:
-            call = Call(log_weight.programs, self._executed)
-            self._draw = _Draw(sample, call, self.updates_per_draw - 1)
+            left = self.updates_per_draw - 1
+            self._draw = _Draw(sample, log_weight.programs, self._executed, left)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

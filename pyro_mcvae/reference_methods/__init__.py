@@ -1,1 +1,0 @@
-"""Baselines: wake-sleep and Monte Carlo EM."""
