@@ -75,7 +75,7 @@ class DataRecord:
             f"values than before at datum {int(index[differs.to(index.device)][0])} of plate "
             f"'{layout.plates[-1].name}': states belong to a datum by its index, and these were "
             f"searched for other observations. For minibatches pass their indices, "
-            f"pyro.plate(..., N, subsample=index); for held-out data make their guide by "
+            f"pyro.plate(..., N, subsample=index); for held-out data create a guide by "
             f"guide.for_data(...); for data that are drawn again at every step pass "
             f"fixed_data=False"
         )
