@@ -191,7 +191,7 @@ class Comparison(dict[str, TrainedCopy]):
                 f"ELBO is that of {best[0]}."
             ]
         elif len(best) > 1:
-            said = [f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."]
+            said = [f"{', '.join(best[:-1])} and {best[-1]} do not differ significantly by {by}."]
         doubtful = [n for n in self if fraction(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
         if doubtful and self.learns:
             names = ", ".join(doubtful)
@@ -626,7 +626,7 @@ class ModelComparison(dict[str, LogEvidence]):
         close, doubtful_others = self._close, [n for n in doubtful if n != top]
         said = []
         if len(close) > 1:
-            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+            said.append(f"{', '.join(close)} do not differ significantly: draw more particles.")
         elif not doubtful_others:
             said.append(f"{top} has the highest evidence.")
         if doubtful:

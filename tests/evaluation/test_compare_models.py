@@ -83,7 +83,7 @@ def test_what_k_hat_allows_to_say():
     assert clear.verdict == "a has the highest evidence."
     near = judged({"a": 0.0, "b": -0.2, "c": -3.0}, {})
     assert near.best == ["a", "b"]
-    assert "a, b cannot be told apart" in near.verdict
+    assert "a, b do not differ significantly" in near.verdict
     low = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
     assert low.best == ["a", "b"]
     assert "may be the highest" in low.verdict
