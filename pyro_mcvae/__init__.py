@@ -23,7 +23,6 @@ from pyro_mcvae.chains.schedules import (
 )
 from pyro_mcvae.chains.score_network import ScoreNetwork
 from pyro_mcvae.compiled.elbo import CompiledELBO
-from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
 from pyro_mcvae.discrete.baselines import (
     NVIL,
@@ -42,28 +41,17 @@ from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
-from pyro_mcvae.evaluation.compare import compare
-from pyro_mcvae.evaluation.compare_models import compare_models
-from pyro_mcvae.evaluation.draws import to_inference_data
+from pyro_mcvae.evaluation.compare import compare, compare_models
 from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
-from pyro_mcvae.evaluation.refine import refine
+from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import sandwich
-from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM
-from pyro_mcvae.reference_methods.wake_sleep import WakeSleep
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
-from pyro_mcvae.training.plateau import PlateauDetector
-from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
-from pyro_mcvae.truncated.evolution import (
-    EvolutionaryUpdate,
-    FitnessProportional,
-    InformedFlips,
-    Mutation,
-    UniformFlips,
-)
+from pyro_mcvae.training.monte_carlo_em import MonteCarloEM
+from pyro_mcvae.training.wake_sleep import WakeSleep
 from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.search import PriorDraws
+from pyro_mcvae.truncated.search import EvolutionaryUpdate, InformedFlips, UniformFlips
 
 __all__ = [
     "HMC",
@@ -74,12 +62,9 @@ __all__ = [
     "ULA",
     "AdaptiveStepSize",
     "Baseline",
-    "BernoulliPrior",
     "CompiledELBO",
     "Estimate",
     "EvolutionaryUpdate",
-    "FitnessProportional",
-    "GaussianNoise",
     "GumbelSoftmax",
     "IndependentDraw",
     "InformedFlips",
@@ -89,13 +74,9 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
-    "LogWeight",
     "MonteCarloELBO",
     "MonteCarloEM",
-    "Mutation",
     "Noise",
-    "PlateauDetector",
-    "PriorDraws",
     "Proposal",
     "RandomWalk",
     "RankBatches",

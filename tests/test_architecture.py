@@ -34,7 +34,6 @@ FLOORS = {
     "discrete": 6,
     "truncated": 6,
     "elbos": 7,
-    "reference_methods": 7,
     "compiled": 8,
     "evaluation": 8,
     "training": 8,

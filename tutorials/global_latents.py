@@ -1,5 +1,6 @@
-"""One weight over everything, or one per datum around draws of the global latents: on small full
-data the first bound is tighter, and ``joint=True`` asks for it; on many data it degenerates.
+"""Compare one weight over everything (``joint=True``) with one weight per datum.
+
+With few data, one weight over everything gives the tighter bound. With many data it degenerates.
 
 Run it::
 
@@ -22,9 +23,9 @@ Program = Callable[[], None]
 
 
 def programs(x: Tensor) -> tuple[Program, Program]:
-    """Data with a latent each, around a common mean; a guide that is not quite the posterior."""
+    """Return data with local latents around a common mean, and a guide that nearly fits."""
     loc, scale, local = 0.5, 0.8, x / 2
-    if len(x) != 4:  # 1.3 times as wide as the mean's posterior
+    if len(x) != 4:  # 1.3 times as wide as the posterior of the mean
         precision = 1 + len(x) / 1.25
         loc, scale = float(x.sum()) / 1.25 / precision, 1.3 * precision**-0.5
         local = (4 * loc + x) / 5

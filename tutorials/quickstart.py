@@ -1,10 +1,10 @@
 """Train one variational autoencoder with every objective of the package, and compare them.
 
-The model and the guide are plain Pyro: nothing in them knows which objective trains them.
-``compare`` trains a copy with each, for equally many epochs, and judges all of them by one
-yardstick: an estimate of log p(x) on held-out images, by annealed chains that begin where the
-encoder draws (the objectives' own bounds are not comparable with each other, and an encoder that
-has learned to begin chains is served badly by importance weights).
+The model and the guide are plain Pyro, and do not depend on the objective. ``compare`` trains a
+copy with each objective for the same number of epochs. It evaluates all copies with the same
+estimate of log p(x) on held-out images, by annealed chains that start from draws of the encoder.
+(The bounds of different objectives are not comparable. Importance weights would underestimate a
+model whose encoder was trained with chains.)
 
 Run it::
 
@@ -36,7 +36,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.evaluation.compare import Comparison
 
-# What is compared: losses as `pyro.infer.SVI` takes them.
+# The losses to compare, as `pyro.infer.SVI` takes them.
 OBJECTIVES = {
     "SGVB": TraceSGVB_ELBO(),
     "IWAE-10": TraceIWAE_ELBO(10),
@@ -46,7 +46,7 @@ OBJECTIVES = {
 
 
 class VAE(nn.Module):
-    """The part that you would bring, for binary images, one row of pixels per image.
+    """A model and guide of binary images, one row of pixels per image.
 
     model:  z ~ Normal(0, I);   x | z ~ Bernoulli(decoder(z))
     guide:  z | x ~ Normal(loc(x), scale(x))
@@ -76,17 +76,17 @@ class VAE(nn.Module):
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """The 1,797 digits of 8x8 pixels that come with scikit-learn: gray values, train and test."""
+    """Return scikit-learn's 1,797 digits of 8x8 pixels: gray values, train and test."""
     from sklearn import datasets
 
     images = torch.tensor(datasets.load_digits().data, dtype=torch.float) / 16
-    # The split does not depend on --seed: runs with different seeds compare.
+    # The split does not depend on --seed, so that runs with different seeds are comparable.
     images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
     return images[:1500], images[1500:]
 
 
 def load_mnist(root: str) -> tuple[Tensor, Tensor]:
-    """MNIST from ``root/MNIST/raw``; torchvision, of the extra ``mnist``, downloads it."""
+    """Return MNIST from ``root/MNIST/raw``. torchvision (extra ``mnist``) downloads it."""
     from torchvision.datasets import MNIST
 
     train, test = (
@@ -97,7 +97,7 @@ def load_mnist(root: str) -> tuple[Tensor, Tensor]:
 
 
 def draw_images(axes: Axes, images: Tensor) -> None:
-    """Draw square images side by side, with white gaps between them."""
+    """Plot square images side by side, with white gaps between them."""
     side = round(images.shape[-1] ** 0.5)
     gap = side // 8
     tiles = nn.functional.pad(images.view(-1, side, side), (0, gap), value=float("nan"))
@@ -123,7 +123,7 @@ def draw(result: Comparison, vae: VAE, train: Tensor, test: Tensor, x: Tensor, p
     draw_images(rows[1, 0], x[:count])
     draw_images(rows[1, 1], train[:count].bernoulli())
     for name, (left, right) in zip(result, rows[2:], strict=True):
-        result.use(name)  # Now the VAE has the parameters that this objective has trained.
+        result.use(name)  # The VAE now has the parameters of this objective.
         loc, _ = vae.encoder(x[:count]).chunk(2, dim=-1)
         draw_images(left, vae.decoder(loc).sigmoid())
         draw_images(right, vae.decoder(torch.randn_like(loc)).sigmoid())
@@ -143,21 +143,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dataset", choices=("digits", "mnist"), default="digits")
-    add("--data-root", default="data", metavar="DIR", help="where MNIST is, or is downloaded to")
+    add(
+        "--data-root", default="data", metavar="DIR", help="folder with MNIST, or to download it to"
+    )
     add("--objective", action="append", metavar="NAME", help="one or more; default: all")
     add("--epochs", type=positive_int, help="default: 150 for digits, 20 for mnist")
     add("--batch-size", type=positive_int, default=100)
     add("--limit", type=positive_int, metavar="N", help="train and test on N images at most")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    add("--compiled", action="store_true", help="each twice: plain and compiled")
+    add("--compiled", action="store_true", help="run each objective uncompiled and compiled")
     add("--output", type=Path, default=Path("quickstart.png"), metavar="FILE")
     args = parser.parse_args(argv)
 
     names = [name for names in args.objective or OBJECTIVES for name in names.split(",")]
     if unknown := [name for name in names if name not in OBJECTIVES]:
         parser.error(f"unknown objective {unknown[0]!r}; known are {', '.join(OBJECTIVES)}")
-    args.objective = list(dict.fromkeys(names))  # Without repetitions, in the order given.
+    args.objective = list(dict.fromkeys(names))  # Remove repetitions, and keep the order.
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch sees no GPU here; use --device cpu")
     return args
@@ -166,14 +168,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> Comparison:
     args = parse(argv)
     if args.dataset == "digits":
-        # Matrices this small gain little from a second thread, and lose much on a busy machine.
+        # For small matrices a second thread gains little, and costs much on a busy machine.
         torch.set_num_threads(1)
         images, sizes, learning_rate, epochs = load_digits(), (200, 16), 3e-3, 150
     else:
         images, sizes, learning_rate, epochs = load_mnist(args.data_root), (400, 32), 1e-3, 20
     train, test = (gray[: args.limit] for gray in images)
-    # The model is one of binary pixels: a gray value is a pixel's probability of being white. The
-    # test images are drawn once, and training images anew in every epoch.
+    # Pixels are binary: a gray value is the probability that a pixel is white. Test images are
+    # drawn once, and training images again in every epoch.
     x = test.bernoulli(generator=torch.Generator().manual_seed(0)).to(args.device)
     train = train.to(args.device)
 
@@ -199,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> Comparison:
         batches=minibatches,
         num_epochs=args.epochs or epochs,
         num_checks=25,
-        # The judge: 50 chains of 20 steps for each image.
+        # Evaluate with 50 chains of 20 steps for each image.
         schedule=20,
         num_particles=50,
         seed=args.seed,

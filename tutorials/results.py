@@ -1,13 +1,11 @@
-"""What every experiment here leaves behind: a CSV whose rows say what ran, where and how long.
+"""CSV files for the results of the experiments.
 
-A script takes its settings from flags, begins ``results = Results(out / "name.csv", seed=0)``, and
-adds a row for everything that it measures. The file is written at once, since long runs may be
-interrupted, with columns for the seed, the command, the commit, the machine and the CPU seconds of
-the process so far.
+A script creates ``results = Results(out / "name.csv", seed=0)`` and adds a row for each
+measurement. The rows have columns for the seed, the command, the commit, the machine and the CPU
+seconds of the process. The file is written after each row, because long runs may be interrupted.
 
-A long run that was stopped goes on when its command is given again: :func:`same_settings` sees to
-it that a folder holds one experiment, and a checkpoint keeps the rows, as they were stamped, beside
-the training run.
+If a run was interrupted, the same command continues it. :func:`same_settings` checks that a folder
+has only one experiment. A checkpoint stores the rows together with the training run.
 """
 
 import argparse
@@ -27,7 +25,7 @@ import torch
 
 
 def commit() -> str:
-    """What was run: the commit of this folder, ``-dirty`` if files had changed since."""
+    """Return the commit of this folder, with ``-dirty`` if files have changed."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -37,7 +35,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Where: the processor, its cores and threads, the GPU if there is one, and PyTorch."""
+    """Return the processor, its cores and threads, the GPU if there is one, and PyTorch."""
     kind = platform.processor() or platform.machine()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     threads = torch.get_num_threads()
@@ -48,9 +46,9 @@ class Results:
     """
     The rows of one experiment.
 
-    :param Path path: the CSV; its folder is made.
-    :param int seed: of the whole run; rows may have seeds of their own.
-    :param argv: the flags, for the column ``command``; by default those of this process.
+    :param Path path: the CSV file. Its folder is created.
+    :param int seed: the seed of the run. Rows may have other seeds.
+    :param argv: the flags for the column ``command``; by default those of this process.
     """
 
     def __init__(self, path: Path, seed: int = 0, argv: Sequence[str] | None = None) -> None:
@@ -58,21 +56,21 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = sys.argv[1:] if argv is None else argv
         self.stamp = {"seed": seed, "command": shlex.join([Path(sys.argv[0]).name, *flags])}
-        # Now: the files may change while a long run is on.
+        # Read the commit at the start, because files may change during a long run.
         self.stamp |= {"commit": commit(), "machine": machine()}
 
     def stamped(self, **row: Any) -> dict[str, Any]:
-        """The row with its columns for what ran; what was given comes first, and wins."""
+        """Return the row with the columns of the run. Values in the row take precedence."""
         return {**row, **self.stamp, "cpu_seconds": round(time.process_time(), 2), **row}
 
     def add(self, **row: Any) -> None:
-        """Add a row, stamped now if it was not before, and write the file."""
+        """Add a row, with the columns of the run if it has none, and write the file."""
         self.rows.append(self.stamped(**row))
         write(self.rows, self.path)
 
 
 def same_settings(args: argparse.Namespace, may_differ: Collection[str]) -> None:
-    """Refuse to go on with what other settings have left in the folder ``args.out``."""
+    """Raise an error if the folder ``args.out`` has results of other settings."""
     settings = {k: str(v) for k, v in vars(args).items() if k not in {"out", *may_differ}}
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "settings.json"
@@ -80,14 +78,14 @@ def same_settings(args: argparse.Namespace, may_differ: Collection[str]) -> None
     for name in settings:
         if (before := past.get(name)) != settings[name]:
             raise SystemExit(
-                f"{args.out} holds results with {name} = {before}, and now it is {settings[name]}: "
-                f"give another --out, or remove that folder"
+                f"{args.out} has results with {name} = {before}, but {name} is {settings[name]}: "
+                f"pass another --out, or remove that folder"
             )
     path.write_text(json.dumps(settings))
 
 
 def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write dicts as a CSV; what a row does not have is left empty."""
+    """Write dicts as a CSV file. Missing values are left empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)

@@ -1,6 +1,6 @@
-"""One VAE on several processes, with the gradient of the union of their minibatches.
+"""Train a VAE on several processes, with the gradient of the union of their minibatches.
 
-On one process, on two CPU processes, on the GPUs of one machine::
+Run it on one process, on two CPU processes, or on the GPUs of one machine::
 
     python tutorials/several_processes.py
     torchrun --standalone --nproc-per-node 2 tutorials/several_processes.py
@@ -21,7 +21,7 @@ from pyro_mcvae import RankBatches, TraceSIS_ELBO, UnderdampedLangevin
 
 
 class Model(nn.Module):
-    """The data and which of them this minibatch has: the plate's scale is N/B."""
+    """A model of the data of a minibatch, with their indices. The scale of the plate is N/B."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,23 +54,23 @@ def make_data(count: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--data", type=int, default=1000, help="how many are made")
+    parser.add_argument("--data", type=int, default=1000, help="number of simulated data")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pyro.enable_validation(False)
-    joined = "RANK" in os.environ  # torchrun says so
+    joined = "RANK" in os.environ  # set by torchrun
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else "cpu"
     if joined:
         distributed.init_process_group("nccl" if gpu else "gloo")
     rank = distributed.get_rank() if joined else 0
 
-    pyro.set_rng_seed(0)  # the same first parameters everywhere,
+    pyro.set_rng_seed(0)  # the same initial parameters on all ranks
     chain = TraceSIS_ELBO(5, UnderdampedLangevin())
     elbo: Any = chain(Model(), Guide()).to(device)
     if joined:
         elbo = DistributedDataParallel(elbo)
-    pyro.set_rng_seed(1 + rank)  # and other noise.
+    pyro.set_rng_seed(1 + rank)  # and different noise
 
     data = make_data(args.data).to(device)
     optimizer = torch.optim.Adam(elbo.parameters(), lr=2e-3)
@@ -83,7 +83,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
     weights = sum(p.sum().item() for p in elbo.parameters())
-    # In one piece: the processes share the terminal.
+    # Write the line at once, because the processes share the terminal.
     print(
         f"rank {rank}: {len(batches)} steps an epoch, bound {-loss.item() / len(data):.1f}, "
         f"sum of weights {weights:.6f}, step size {chain.kernel.step_size().item():.6f}\n",

@@ -1,5 +1,5 @@
 r"""
-Annealed chains and their importance weights, on tensors alone.
+Annealed chains and their importance weights, on tensors without Pyro.
 
 A chain starts at a draw :math:`z_0` from a base density and moves through
 :math:`\log \gamma_\beta = \log \text{base} + \beta \log w` towards
@@ -34,14 +34,14 @@ class Chain:
     The result of a chain.
 
     :ivar log_weight: W, shape ``[*batch]``.
-    :ivar start: its first state.
-    :ivar state: its last state.
+    :ivar start: the first state.
+    :ivar state: the last state.
     :ivar infos: the :class:`.Info` of each transition.
-    :ivar to_go: for each transition the log weight to go, the part of W after it, shape
+    :ivar to_go: for each transition the log weight to go, which is the part of W after it, shape
         ``[*batch]``; empty for unadjusted kernels.
     :ivar weight: the weight of each chain in means, shape ``[*batch]``; None for equal weights.
-    :ivar past: for each transition the part of W before it, shape ``[*batch]``.
-    :ivar movable: 1 where a coordinate may move, 0 where not; None if all may.
+    :ivar past: for each transition, the part of W before it, shape ``[*batch]``.
+    :ivar movable: 1 where a coordinate may move, 0 where it is fixed; None if all may move.
     """
 
     log_weight: Tensor
@@ -72,17 +72,17 @@ class Chain:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Return the gradients that step sizes adapt by, shape ``[*batch, D]``."""
+        """Return the gradients to which step sizes adapt, shape ``[*batch, D]``."""
         gradient = self.start.grad_joint
         return None if gradient is None else of_moving(gradient, self.movable)
 
     @property
     def mean_acceptance(self) -> Tensor:
         """
-        Return the scalar that step sizes adapt by: the mean acceptance of all transitions, or for
-        unadjusted kernels its geometric mean. Each unadjusted transition costs the bound about -log
-        acceptance nats, so a few diverged chains, which an arithmetic mean hides, matter. Without
-        diverged chains both means agree.
+        Return the scalar to which step sizes adapt: the mean acceptance of all transitions, or its
+        geometric mean for unadjusted kernels. Each unadjusted transition costs about -log
+        acceptance nats of the bound, so a few diverged chains matter, which an arithmetic mean
+        would not detect. Without diverged chains both means are about equal.
         """
         acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:
@@ -99,29 +99,29 @@ def anneal(
     last_transition: bool = True,
 ) -> Chain:
     r"""
-    Run a chain along a schedule and weigh it.
+    Run a chain along a schedule and compute its weight.
 
-    For unadjusted kernels (sequential importance sampling, *SIS*; :math:`m_k` moves and reverses
-    with respect to :math:`\gamma_{\beta_k}`)
+    For unadjusted kernels (sequential importance sampling, *SIS*) the log weight is, with the
+    density :math:`m_k` of moves for :math:`\gamma_{\beta_k}`,
 
     .. math::
         W = \log \gamma_1(z_K) - \log \text{base}(z_0)
             + \sum_{k=1}^K \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)},
 
-    and for adjusted ones (annealed importance sampling, *AIS*)
+    and for adjusted kernels (annealed importance sampling, *AIS*)
 
     .. math:: W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log w(z_{k-1}).
 
-    Step k of a chain moves with respect to :math:`\gamma_{\beta_k}`. AIS's weight does not
-    depend on its last move.
+    Step k of a chain moves for the target :math:`\gamma_{\beta_k}`. The weight of AIS does not
+    depend on the last move.
 
     :param State start: a draw from the base density.
     :param ~torch.Tensor betas: the schedule, shape ``[K + 1]``.
     :param Kernel kernel: moves the chain.
     :param evaluate: computes the :class:`.State` at a position.
     :param movable: 1 where a coordinate may move, 0 where not; None if all may.
-    :param bool last_transition: False leaves out AIS's last move, and the evaluation that it
-        costs: it matters to the draw only.
+    :param bool last_transition: False omits the last move of AIS and its evaluation. This move
+        affects only the draw, not the weight.
     :returns: a :class:`Chain`.
 
     [1] Neal (2001), *Annealed Importance Sampling*.
@@ -161,7 +161,7 @@ def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
     """
     Return the increments of W, shape ``[K + 1, *batch]``; the last one is zero.
 
-    :param log_weights: before each of the steps, at least.
+    :param log_weights: log w before each step, at least.
     """
     steps = range(1, len(betas))
     increments = [_times(betas[k] - betas[k - 1], log_weights[k - 1]) for k in steps]
@@ -170,7 +170,7 @@ def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
 
 def _times(step: Tensor, log_weight: Tensor) -> Tensor:
     """
-    Return a coefficient times an increment. A learned schedule gets no gradient from states of
+    Return a coefficient times an increment. A learned schedule gets no gradient from states with
     weight zero.
     """
     if not step.requires_grad:
@@ -193,9 +193,9 @@ def anneal_back(
         W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log w(z_{k-1}), \qquad
         E \exp(-W) = \frac{1}{p(x)},
 
-    where :math:`z_{K-1}` is an exact draw from the posterior and step k, downwards, moves with
-    respect to :math:`\gamma_{\beta_k}`. So W is an upper bound on :math:`\log p(x)` in
-    expectation, as that of :func:`anneal` is a lower one.
+    where :math:`z_{K-1}` is an exact draw from the posterior, and step k, in decreasing order, has
+    the target :math:`\gamma_{\beta_k}`. The expectation of W is an upper bound on
+    :math:`\log p(x)`, while that of :func:`anneal` is a lower bound.
 
     :param State start: a draw from the posterior, :math:`\gamma_1`.
     :param Kernel kernel: adjusted, so that it is reversible.
@@ -244,14 +244,14 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
         \frac{1}{P} \sum_{i=1}^P \sum_k (R_k^i - b_k^i)\, \nabla \log \Pr(a_k^i),
         \qquad b_k^i = \frac{1}{P - 1} \sum_{j \ne i} R_k^j,
 
-    where :math:`R_k` is the part of W that comes after transition k (what came before does not
-    depend on :math:`a_k`), and the baseline is the mean over the other particles, per datum. For
-    the logarithm of the mean of :math:`\exp W` (``multi_sample``), the signal is VIMCO's [1]: the
+    where :math:`R_k` is the part of W after transition k (the part before does not depend on
+    :math:`a_k`), and the baseline is the mean over the other particles, per datum. For the
+    logarithm of the mean of :math:`\exp W` (``multi_sample``), the signal is that of VIMCO [1]: the
     bound minus the bound with :math:`R_k^i` replaced by :math:`b_k^i`.
 
-    :param Chain chain: of an adjusted kernel, with P >= 2 particles in the first dimension.
+    :param Chain chain: a chain of an adjusted kernel, with P >= 2 particles in the first dimension.
     :param bool multi_sample: whether the bound averages inside the logarithm.
-    :returns: a tensor whose gradient it is, shape ``[*plates]``.
+    :returns: a tensor with this gradient, shape ``[*plates]``.
     :raises ValueError: for an unadjusted kernel, or one particle.
 
     [1] Mnih, Rezende (2016), *Variational Inference for Monte Carlo Objectives*.
@@ -264,7 +264,7 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
         assert log_prob is not None
         baseline = leave_one_out_mean(to_go)
         if multi_sample:
-            substitute = past.detach() + baseline  # not W - rest, which may be -inf + inf
+            substitute = past.detach() + baseline  # W - to_go may be -inf + inf
             total = total + (leave_one_out_signal(chain.log_weight, substitute) * log_prob).sum(0)
         else:
             total = total + ((to_go - baseline) * log_prob).mean(0)
@@ -275,7 +275,7 @@ def evaluator(
     density: Callable[[Tensor], tuple[Tensor, Tensor]], create_graph: bool = True
 ) -> Callable[[Tensor], State]:
     """
-    Make :class:`.State` objects, with gradients, of a density.
+    Return a function that computes the :class:`.State`, with gradients, of a density at a position.
 
     :param density: maps positions ``[*batch, D]`` to ``log_base`` and ``log_weight``, ``[*batch]``.
     :param bool create_graph: whether gradients can be differentiated again.

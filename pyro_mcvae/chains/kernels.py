@@ -23,12 +23,12 @@ from pyro_mcvae.chains.parameters import (
 from pyro_mcvae.chains.score_network import SizedByChain
 from pyro_mcvae.ops.checks import check_count, check_flag
 
-# What every Markov kernel shares: states with cached gradients, targets, acceptance.
+# The base of all Markov kernels: states with cached gradients, targets, acceptance.
 
 
 class State(NamedTuple):
     r"""
-    The position of chains, with everything computed there. :class:`Kernel` has an example.
+    The position of chains, and the values computed there. :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
@@ -70,8 +70,8 @@ class Target:
     :ivar beta: the inverse temperature, a scalar.
     :ivar movable: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
         None if all may.
-    :ivar transition: the number of the transition, from 0, for kernels with parameters of each
-        transition: ``self.step_size(target.transition)``. It is -1, the last, for chains at the
+    :ivar transition: the index of the transition, from 0, for kernels with separate parameters per
+        transition: ``self.step_size(target.transition)``. It is -1 (the last) for chains at the
         posterior.
 
     Example::
@@ -92,13 +92,13 @@ class Target:
         """Return the log density, shape ``[*batch]``."""
         if not self.beta.requires_grad:
             return state.log_base + self.beta * state.log_weight
-        # A learned schedule's gradient would be 0 * inf at a state of zero density.
+        # The gradient of a learned schedule would be 0 * inf at a state of zero density.
         usable = state.log_weight.isfinite()
         density = state.log_base + self.beta * torch.where(usable, state.log_weight, 0.0)
         return torch.where(usable, density, -math.inf)
 
     def log_change(self, new: State, old: State) -> Tensor:
-        """Return the log density at a state minus that at another, shape ``[*batch]``."""
+        """Return the difference of the log density between two states, shape ``[*batch]``."""
         if self.beta.requires_grad and torch.is_grad_enabled():
             return self.log_density(new) - self.log_density(old)
         change = new.log_base - old.log_base
@@ -121,8 +121,8 @@ class Target:
 
 def finite(gradient: Tensor) -> Tensor:
     """
-    Replace non-finite gradients by zero, so that chains move by noise alone there. The result is
-    still a function of the position, so forward and reverse moves agree on it.
+    Replace non-finite gradients by zero, so that chains move only by noise there. The result is
+    still a function of the position, so it is the same for forward and reverse moves.
     """
     fixed = gradient.detach()
     # isfinite() takes twice the operations.
@@ -131,8 +131,8 @@ def finite(gradient: Tensor) -> Tensor:
 
 def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
     """
-    Return a gradient that has, for each coordinate, the mean and the variance over the batch of the
-    entries that may move: step sizes adapt by these.
+    Return a gradient whose mean and variance over the batch are, for each coordinate, those of the
+    movable entries. Step sizes adapt to these.
 
     :param gradient: shape ``[*batch, D]``.
     :param movable: 1 where an entry may move, 0 where not, broadcastable to it; None if all may.
@@ -151,8 +151,8 @@ class Proposal(NamedTuple):
     :class:`Kernel` has an example.
 
     :ivar state: the proposed state.
-    :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
-        move's log density minus the forward one's.
+    :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``: the log
+        density of the reverse move minus that of the forward move.
 
     Example::
 
@@ -166,15 +166,15 @@ class Proposal(NamedTuple):
 
 class Info(NamedTuple):
     r"""
-    What happened in one transition.
+    A record of one transition.
 
     :class:`Kernel` has an example.
 
-    :ivar log_ratio: what an unadjusted move adds to the log weight, shape ``[*batch]``.
+    :ivar log_ratio: the increment of the log weight by an unadjusted move, shape ``[*batch]``.
     :ivar acceptance: :math:`\alpha`, detached, shape ``[*batch]``; for unadjusted kernels the
-        probability that the move would have been accepted with.
-    :ivar accepted: which moves were accepted; None for unadjusted kernels.
-    :ivar log_prob: the log probability of what was decided, :math:`\log \alpha` or
+        acceptance probability that a Metropolis correction would have.
+    :ivar accepted: a mask of the accepted moves; None for unadjusted kernels.
+    :ivar log_prob: the log probability of the decision, :math:`\log \alpha` or
         :math:`\log (1 - \alpha)`, with its gradient; None for unadjusted kernels.
 
     Example::
@@ -206,17 +206,17 @@ class Kernel(nn.Module, ABC):
     :cvar bool adjusted: whether moves are accepted or rejected.
     :cvar bool needs_gradient: whether :meth:`propose` uses gradients of the target.
     :cvar float laziness: the fraction of moves that are always rejected, if adjusted.
-    :cvar float initial_step_size: where an adaptive step size starts by default.
-    :cvar float step_size_power: the power of a density's width that the step size is proportional
-        to: 1 for lengths, 2 for Langevin's squared lengths.
+    :cvar float initial_step_size: the default initial value of an adaptive step size.
+    :cvar float step_size_power: the power of the width of a density to which the step size is
+        proportional: 1 for lengths, 2 for the squared lengths of Langevin moves.
     :cvar float target_acceptance: the acceptance to which the step size adapts by default.
 
     :param step_size: a number, a tensor of shape ``[D]``, or a
         :class:`~pyro_mcvae.StepSize`; None adapts.
     :raises ValueError: if the step size is not positive.
 
-    A proposal must be a differentiable function of the state and of continuous noise: gradients
-    of bounds pass through it. A discrete choice inside it would need a score-function term.
+    A proposal must be a differentiable function of the state and of continuous noise, because
+    gradients of bounds pass through it. A discrete choice would need a score-function term.
 
     Example, the preconditioned Crank-Nicolson proposal, which needs no gradient and leaves the
     standard normal base of noise coordinates invariant in any dimension::
@@ -251,7 +251,7 @@ class Kernel(nn.Module, ABC):
     def __init__(self, step_size: float | Tensor | StepSize | None = None) -> None:
         super().__init__()
         self.step_size = as_step_size(step_size)
-        # A leapfrog step of 2 is stable under N(0, 1), and Langevin's eta is its square over 2.
+        # A leapfrog step of 2 is stable under N(0, 1). The eta of Langevin is its square over 2.
         most = math.inf if self.adjusted else 2.0
         for part in self.step_size.modules():
             if isinstance(part, AdaptiveStepSize):
@@ -261,7 +261,7 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:
-        """Propose a move; return it with the log ratio of the reverse and forward densities."""
+        """Propose a move. Return it with the log ratio of the reverse and forward densities."""
 
     def check_transitions(self, num_steps: int) -> None:
         """
@@ -276,8 +276,8 @@ class Kernel(nn.Module, ABC):
         """
         Make one transition.
 
-        :param State state: the present state of the chains.
-        :param Target target: the density to move in.
+        :param State state: the current state of the chains.
+        :param Target target: the target density.
         :returns: the new state and an :class:`.Info`.
         """
         proposal = self.propose(state, target)
@@ -291,9 +291,9 @@ class Kernel(nn.Module, ABC):
         return proposal.state, Info(proposal.log_ratio, acceptance)
 
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
-        """Accept or reject a move, each datum by itself."""
+        """Accept or reject a move, separately for each datum."""
         change = target.log_change(proposal.state, state) + proposal.log_ratio
-        # A state of zero density, or NaN, must be rejected.
+        # A state with zero or NaN density must be rejected.
         log_accept = change.masked_fill(change.isnan(), -math.inf).clamp(max=0.0)
         if self.laziness:
             log_accept = log_accept + math.log1p(-self.laziness)
@@ -338,13 +338,13 @@ def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor 
 
 
 def _log_prob(accepted: Tensor, log_accept: Tensor) -> Tensor:
-    """log alpha, or log(1 - alpha) where rejected."""
-    # log(1 - alpha) is given a harmless argument where it is not taken: 0 * inf is NaN.
+    """Return log alpha, or log(1 - alpha) where the move is rejected."""
+    # Where log(1 - alpha) is not used, replace its argument, because 0 * inf is NaN.
     if_rejected = log_accept.masked_fill(accepted, -1.0)
     return torch.where(accepted, log_accept, torch.log(-torch.expm1(if_rejected)))
 
 
-# The leapfrog integrator, of which every Hamiltonian and Langevin move is made.
+# The leapfrog integrator, for all Hamiltonian and Langevin moves.
 
 _LIMIT = 10.0
 
@@ -353,7 +353,7 @@ def leapfrog(
     state: State, momentum: Tensor, target: Target, step_size: Tensor, num_steps: int = 1
 ) -> tuple[State, Tensor]:
     r"""
-    Volume-preserving, reversible steps along the gradient of the target's log density.
+    Take volume-preserving, reversible steps along the gradient of the target's log density.
 
     .. math::
         p &\leftarrow p + \tfrac{\epsilon}{2} \nabla \log \gamma(z) \\
@@ -361,12 +361,12 @@ def leapfrog(
         p &\leftarrow p + \tfrac{\epsilon}{2} \nabla \log \gamma(z)
 
     The change of the momentum is limited to 10 of its standard deviations per coordinate (as in
-    truncated MALA [1]), so that a density that is steep far out, as under a guide that has not been
-    trained yet, does not throw a chain away. The map stays reversible and volume-preserving.
+    truncated MALA [1]), so that chains do not diverge where the density is very steep, as with an
+    untrained guide. The map remains reversible and volume-preserving.
 
-    :param State state: with gradients, which are used again.
+    :param State state: the first state, with gradients.
     :param ~torch.Tensor momentum: p, shape ``[*batch, D]``.
-    :param Target target: gamma; evaluated ``num_steps`` times.
+    :param Target target: gamma, which is evaluated ``num_steps`` times.
     :param ~torch.Tensor step_size: epsilon, a scalar or shape ``[D]``.
     :returns: the last state and its momentum.
 
@@ -375,7 +375,7 @@ def leapfrog(
     """
     half = 0.5 * step_size
     for _ in range(num_steps):
-        # clamp() has a gradient of five operations.
+        # The gradient of clamp() takes five operations.
         momentum = momentum + hardtanh(half * target.gradient(state), -_LIMIT, _LIMIT)
         state = target.evaluate(state.position + step_size * momentum)
         momentum = momentum + hardtanh(half * target.gradient(state), -_LIMIT, _LIMIT)
@@ -383,8 +383,9 @@ def leapfrog(
 
 
 def log_momentum_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """Return the standard normal log density of a momentum minus that of another,
-    shape ``[*batch]``."""
+    """
+    Return the difference of the standard normal log density of two momenta, shape ``[*batch]``.
+    """
     return -0.5 * (new.square() - old.square()).sum(-1)
 
 
@@ -397,9 +398,9 @@ class MassMatrix(SizedByChain):
         z &\leftarrow z + \epsilon\, F p \\
         p &\leftarrow p + \tfrac{\epsilon}{2} F^\top \nabla \log \gamma(z)
 
-    F has the shape ``[D, D]``, and is the identity at first. It may become any matrix: each line
-    moves one half of (z, p) by a function of the other, so the step stays reversible and
-    volume-preserving. Call it as :func:`leapfrog`.
+    F has the shape ``[D, D]``, and is initially the identity. It may be any matrix: each line
+    changes z or p by a function of the other, so the step is reversible and volume-preserving.
+    Call it like :func:`leapfrog`.
     """
 
     _sized = "factor"
@@ -433,10 +434,10 @@ class RandomWalk(Kernel):
     r"""
     Random-walk Metropolis, :math:`z' = z + \sigma u` with :math:`u \sim N(0, I)`.
 
-    Needs no gradient of the model, so that its chains cost forward passes only.
+    It needs no gradient of the model, so its chains need only forward passes.
 
     :param step_size: :math:`\sigma`; see :class:`Kernel`. Adapts to an acceptance of 0.3 by
-        default, which serves several dimensions.
+        default, which is suitable for several dimensions.
     :raises ValueError: if the step size is not positive.
 
     Example::
@@ -572,28 +573,29 @@ class HMC(Kernel):
         return Proposal(new, log_momentum_ratio(end, start))
 
 
-# Underdamped Langevin dynamics: Hamiltonian steps whose momentum is refreshed in part.
+# Underdamped Langevin dynamics: Hamiltonian steps with a partial refreshment of the momentum.
 
 
 class UnderdampedLangevin(Kernel):
     r"""
-    Uncorrected Hamiltonian annealing [1, 2]: one leapfrog step of length :math:`\epsilon` on the
-    annealed density after the momentum is refreshed in part,
+    Uncorrected Hamiltonian annealing [1, 2]: a partial refreshment of the momentum, and one
+    leapfrog step of length :math:`\epsilon` on the annealed density:
 
     .. math::
         \tilde p = \mu\, p + \sqrt{1 - \mu^2}\, u, \qquad u \sim N(0, I).
 
     The first momentum is drawn from N(0, I). For :math:`\mu = 0` it is :class:`~pyro_mcvae.ULA`
-    with :math:`\eta = \epsilon^2 / 2`; with momentum successive moves have similar directions, so
-    that a chain travels further.
+    with :math:`\eta = \epsilon^2 / 2`. With momentum, successive moves have similar directions, so
+    a chain moves further.
 
-    ``full_mass`` learns an inverse mass matrix :math:`F F^\top` with the bound, one for all
-    transitions and all data: positions move by :math:`\epsilon F p`, and momenta by
-    :math:`\tfrac{\epsilon}{2} F^\top \nabla \log \gamma`. Chains then follow correlations that the
-    guide lacks. F has :math:`D^2` entries, and is the identity at first.
+    ``full_mass`` learns an inverse mass matrix :math:`F F^\top` with the bound. It is the same for
+    all transitions and data: positions move by :math:`\epsilon F p`, and momenta by
+    :math:`\tfrac{\epsilon}{2} F^\top \nabla \log \gamma`. Chains can then follow correlations that
+    the guide does not have. F has :math:`D^2` entries, and is initially the identity.
 
-    ``reverse`` learns the reversal of the refreshments [3, 4]. Without it the weight takes
+    ``reverse`` learns the reversal of the refreshments [3, 4]. Without it the weight uses
     :math:`N(p;\, \mu \tilde p,\, 1 - \mu^2)`, which is exact for chains in equilibrium. With it
+    the weight uses
 
     .. math::
         r_k(p \mid z, \tilde p)
@@ -678,14 +680,14 @@ class UnderdampedLangevin(Kernel):
         Make a kernel with a trained step size and momentum for each transition.
 
         :param int num_transitions: the ``num_steps`` of the objective.
-        :param float momentum: where all momenta start.
-        :param int warmup: training steps for which the step size adapts, before those of the
-            transitions are learned; see :class:`LearnedStepSize`.
+        :param float momentum: the initial value of all momenta.
+        :param int warmup: the number of training steps in which one step size adapts, before the
+            step sizes of the transitions are trained; see :class:`LearnedStepSize`.
         :param bool full_mass: whether to learn a mass matrix.
-        :param reverse: a :class:`ScoreNetwork` of as many transitions.
+        :param reverse: a :class:`ScoreNetwork` with the same number of transitions.
         """
         step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
-        # The first transition draws its momentum again: a parameter of one alone would not be used.
+        # The first transition draws its momentum, so a single transition would not use a parameter.
         learned = num_transitions > 1
         return cls(
             step_size,
@@ -711,7 +713,7 @@ class UnderdampedLangevin(Kernel):
     def _learned_reversal(
         self, state: State, start: Tensor, coefficient: Any, target: Target
     ) -> Tensor:
-        """Return what the learned reversal adds to the log ratio, shape ``[*batch]``."""
+        """Return the term of the learned reversal in the log ratio, shape ``[*batch]``."""
         assert self.reverse is not None
         assert state.momentum is not None
         drift = self.reverse(state.position, start, target.transition)

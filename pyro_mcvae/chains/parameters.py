@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.distributed import mean_over_ranks
 
-# Values of which there is one for all transitions of a chain, or one for each.
+# Values that all transitions of a chain share, or separate values for each transition.
 
 
 def begin_with(start: Tensor, num_transitions: int | None) -> Tensor:
-    """Return first values: as given, or one row for each transition."""
+    """Return initial values: the value itself, or one row for each transition."""
     if num_transitions is None:
         return start
     return start.expand(check_count("num_transitions", num_transitions), *start.shape).clone()
@@ -27,7 +27,7 @@ def of_transition(
     """
     Return the value of a transition.
 
-    :param int transition: from 0; negative ones count from the last.
+    :param int transition: the index, from 0; negative indices count from the last transition.
     :raises ValueError: if the chain has more transitions than there are values.
     """
     if num_transitions is None:
@@ -39,9 +39,9 @@ def of_transition(
 
 def check_transitions(name: str, num_transitions: int | None, num_steps: int) -> None:
     """
-    Check that a part has a value for each of ``num_steps`` transitions.
+    Check that a step size or momentum has a value for each of ``num_steps`` transitions.
 
-    :raises ValueError: unless a chain of ``num_steps`` transitions has a value for each.
+    :raises ValueError: if the numbers differ.
     """
     if num_transitions is not None and num_transitions != num_steps:
         raise _too_few(name, num_transitions, f"num_steps={num_steps}")
@@ -60,12 +60,12 @@ def no_value(part: nn.Module, value: object, wanted: str) -> ValueError:
     return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {actual}")
 
 
-# What every step size answers; and one that stays as it is.
+# The base class of step sizes, and a fixed step size.
 
 
 class StepSize(nn.Module, ABC):
     """
-    Base class: a module whose call returns the present step size of a transition.
+    Base class: a module that returns the current step size of a transition.
 
     It has one value for all coordinates, or one per coordinate, shape ``[D]``.
     :class:`LearnedStepSize` has an example.
@@ -89,17 +89,17 @@ class StepSize(nn.Module, ABC):
     @abstractmethod
     def forward(self, transition: int = -1) -> Tensor:
         """
-        Return the present step size, a scalar or of shape ``[D]``.
+        Return the current step size, a scalar or of shape ``[D]``.
 
-        :param int transition: the number of the transition, from 0. The default is the last one,
+        :param int transition: the index of the transition, from 0. The default is the last one,
             which targets the posterior.
         """
 
     def __call__(self, *transition: int) -> Tensor:
         """
-        Return the present step size of a transition, by default the last one.
+        Return the current step size of a transition, by default the last one.
 
-        :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
+        :raises ValueError: if the value is not a scalar tensor or a tensor of shape ``[D]``.
         """
         value = super().__call__(*transition)
         if isinstance(value, Tensor) and value.dim() <= 1:
@@ -108,8 +108,8 @@ class StepSize(nn.Module, ABC):
 
     def values(self) -> Tensor:
         """
-        Return the present step sizes: a scalar or ``[D]``, or ``[num_transitions, ...]`` if each
-        transition has its own.
+        Return the current step sizes: a scalar or ``[D]``, or ``[num_transitions, ...]`` if
+        transitions have separate values.
         """
         if self.num_transitions is None:
             return self()
@@ -120,7 +120,7 @@ class StepSize(nn.Module, ABC):
         Adapt to the first draws of the chains. The base class does nothing.
 
         :param ~torch.Tensor gradient: :math:`\nabla \log q(z)` at the draws, ``[*batch, D]``.
-        :param bool learns: whether the draws are those of a training step.
+        :param bool learns: whether this is a training step.
         """
 
     def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:
@@ -136,7 +136,7 @@ class StepSize(nn.Module, ABC):
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._buffers:  # which training changes in place
+        for name in self._buffers:  # training changes it in place
             destination[prefix + name] = destination[prefix + name].clone()
 
 
@@ -144,7 +144,7 @@ class FixedStepSize(StepSize):
     """
     A fixed step size.
 
-    :param value: positive, a number or a tensor of shape ``[D]``.
+    :param value: a positive number, or a tensor of shape ``[D]``.
     :raises ValueError: if it is not positive and finite.
 
     Example::
@@ -167,7 +167,7 @@ def positive(name: str, value: float | Tensor) -> Tensor:
     """
     Copy a positive value to a tensor.
 
-    :raises ValueError: for what is not positive and finite, or has more dims than one.
+    :raises ValueError: if it is not positive and finite, or has more than one dim.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise ValueError(f"{name} must be a positive number or a StepSize, got {value!r}")
@@ -181,25 +181,25 @@ def positive(name: str, value: float | Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-# How much of its momentum a chain keeps between transitions, learned.
+# The learned momentum coefficient.
 
-# With all of it kept, the gradient of sqrt(1 - momentum**2) would be infinite.
+# At a coefficient of 1, the gradient of sqrt(1 - momentum**2) would be infinite.
 _MOST = 0.999
 
 
 class LearnedMomentum(nn.Module):
     r"""
-    The momentum coefficient :math:`\mu` of a chain, trained with the bound: one for all
-    transitions, or one for each.
+    The momentum coefficient :math:`\mu` of a chain, which is trained with the bound: one value for
+    all transitions, or one for each.
 
     .. math:: \mu_k = 0.999\, \text{sigmoid}(a_k) .
 
     It needs the full gradient. The first of several values is not used, because the first momentum
     of a chain is drawn.
 
-    :param initial: more than 0 and less than 0.999, a number or a tensor without dims.
-    :param int num_transitions: one value for each transition, the ``num_steps`` of the
-        objective; None for one value for all.
+    :param initial: a number or a scalar tensor, more than 0 and less than 0.999.
+    :param int num_transitions: the ``num_steps`` of the objective, for one value per transition;
+        None for one value for all.
     :raises ValueError: for values outside these ranges.
 
     Example::
@@ -220,7 +220,7 @@ class LearnedMomentum(nn.Module):
         """
         Return the momentum coefficient of a transition, a scalar.
 
-        :param int transition: the number of the transition, from 0; the last by default.
+        :param int transition: the index of the transition, from 0; the last by default.
         """
         logit = of_transition("momentum", self.logit, self.num_transitions, transition)
         return _MOST * logit.sigmoid()
@@ -246,16 +246,18 @@ class AdaptiveStepSize(StepSize):
     A step size that adapts to a target acceptance rate. It increases while the acceptance rate is
     above the target and decreases while it is below.
 
-    After each training step, with a the mean acceptance probability and :math:`a^*` the target,
+    The update after each training step, with the mean acceptance probability a and the target
+    :math:`a^*`, is
 
     .. math::
         \log \eta \mathrel{+}= \text{rate} \cdot
             \text{clip}\Big(\frac{a - a^*}{1 - a^*}, -2, 1\Big).
 
-    For unadjusted kernels a is the geometric mean of the acceptances that the moves would have had.
-    Each move costs the bound about :math:`-\log a`, so diverged chains count as much as in the
-    bound. With ``per_coordinate`` the rule adapts a base value :math:`\eta_0`, and each coordinate
-    adapts to the spread of its gradient (Thin et al. [1], eq. 27):
+    For unadjusted kernels a is the geometric mean of the acceptance that a Metropolis correction
+    would have. Each move costs about :math:`-\log a` nats of the bound, so diverged chains have the
+    same influence as in the bound. With ``per_coordinate`` this rule adapts a base value
+    :math:`\eta_0`, and each coordinate adapts to the spread of its gradient (Thin et al. [1],
+    eq. 27):
 
     .. math::
         \eta_i \leftarrow 0.9\, \eta_i
@@ -264,28 +266,28 @@ class AdaptiveStepSize(StepSize):
     In a distributed run (:mod:`torch.distributed`) it adapts to the acceptance and the gradients of
     all ranks, so that every rank has the same step size.
 
-    A coordinate without spread, as with a single chain, uses :math:`\eta_0`. No coordinate's step
-    size increases while the acceptance is below its target. Before the first chain the step sizes
-    of coordinates are divided by the steepness of the guide's log density (the largest root mean
-    square of a coordinate's gradient; squared for Langevin's :math:`\eta`), as in noise
-    coordinates. If the number of coordinates changes, as with longer sequences, new ones start from
-    the geometric mean of the last ones.
+    A coordinate without spread, as with a single chain, uses :math:`\eta_0`. The step size of a
+    coordinate never increases while the acceptance is below its target. Before the first chain, the
+    step sizes of coordinates are divided by the steepness of the guide's log density (the largest
+    root mean square of the gradient of a coordinate; squared for the :math:`\eta` of Langevin
+    moves). If the number of coordinates changes, as with longer sequences, new coordinates start
+    from the geometric mean of the last ones.
 
     One update changes a step size by a bounded factor, and values stay within ``bounds``. Updates
     with a non-finite acceptance are skipped, and so are coordinates with a non-finite gradient.
-    ``eval()`` of the step size or of the objective freezes it. The present value is part of
+    ``eval()`` of the step size or of the objective freezes it. The current value is part of
     ``state_dict()``.
 
-    :param float initial: the initial value; too small is better than too large. None: the kernel's
-        default.
-    :param float target_acceptance: between 0 and 1. None: the kernel's default.
-    :param bool per_coordinate: one step size per coordinate. None: only for chains in ``"latent"``
-        coordinates, whose scales differ.
+    :param float initial: the initial value; a small value is safer than a large one. None uses the
+        default of the kernel.
+    :param float target_acceptance: between 0 and 1. None uses the default of the kernel.
+    :param bool per_coordinate: use one step size per coordinate. None does so only for chains in
+        ``"latent"`` coordinates, whose scales differ.
     :param float rate: the largest relative increase per update.
-    :param bounds: the least and the largest value. None: 1e-6 and 1e3; for unadjusted kernels in
-        ``"noise"`` coordinates 1e-6 and 2, since longer leapfrog steps are unstable under the base
-        density. Far from the posterior every move is an improvement, so an acceptance of 1 is no
-        evidence against a step size.
+    :param bounds: the smallest and the largest value. None uses 1e-6 and 1e3, but 1e-6 and 2 for
+        unadjusted kernels in ``"noise"`` coordinates, because longer leapfrog steps are unstable
+        under the base density. (Far from the posterior nearly all moves are accepted, so the
+        acceptance does not limit the step size.)
     :raises ValueError: for values outside these ranges.
 
     [1] Thin et al. (2021), *Monte Carlo Variational Auto-Encoders*.
@@ -335,7 +337,7 @@ class AdaptiveStepSize(StepSize):
 
     def use_coordinates(self, coordinates: str) -> None:
         """
-        Serve chains in ``"noise"`` or ``"latent"`` coordinates.
+        Set the coordinates of the chains, ``"noise"`` or ``"latent"``.
 
         :raises ValueError: if ``per_coordinate`` was left out, and another loss has a chain in
             other coordinates.
@@ -356,9 +358,10 @@ class AdaptiveStepSize(StepSize):
         most: float = math.inf,
     ) -> None:
         """
-        Set the values that were left to the kernel.
+        Set the values for which the kernel has defaults.
 
-        :param float power: the power of a density's width that the step size is proportional to.
+        :param float power: the power of the width of a density to which the step size is
+            proportional.
         :param float most: the largest step size that is stable under a standard normal density.
         """
         self.power = power
@@ -371,7 +374,7 @@ class AdaptiveStepSize(StepSize):
             self.base.fill_(initial)
 
     def forward(self, transition: int = -1) -> Tensor:
-        # What is updated in place cannot be part of a graph.
+        # A tensor that is updated in place cannot be part of a graph.
         return self.value.clone()
 
     @torch.no_grad()
@@ -385,9 +388,9 @@ class AdaptiveStepSize(StepSize):
             self._fit(gradient)
 
     def _fit(self, gradient: Tensor) -> None:
-        """Divide by the steepness of the guide's log density."""
+        """Divide the step sizes by the steepness of the guide's log density."""
         squares = gradient.reshape(-1, gradient.shape[-1]).square().mean(0)
-        # Over the data of all ranks, which must begin alike.
+        # Average over the data of all ranks, which must start with equal values.
         steepness = mean_over_ranks(squares).amax().sqrt()
         steepness = torch.where(steepness.isfinite(), steepness, 1.0).clamp_min(1.0)
         for name in ("base", "value"):
@@ -404,25 +407,25 @@ class AdaptiveStepSize(StepSize):
         target = 0.8 if self.target_acceptance is None else self.target_acceptance
         change = ((acceptance - target) / (1 - target)).clamp(-2.0, 1.0)
         change = torch.where(acceptance.isfinite(), change, 0.0)
-        # An objective that was not moved along adapts where the model is.
+        # If the objective was not moved to the device of the model, adapt on that device.
         base = self.base.to(acceptance.device) * (self.rate * change).exp()
-        # What has not been whitened may need steps of any length.
+        # Coordinates that are not standardized may need steps of any length.
         most = self.bounds[1] if self.per_coordinate else min(self.bounds[1], self.most)
         self._assign("base", base.clamp(self.bounds[0], most))
         value = self._followed(gradient, acceptance, change) if self.per_coordinate else self.base
         self._assign("value", value)
 
     def _followed(self, gradient: Tensor | None, acceptance: Tensor, change: Tensor) -> Tensor:
-        """Step sizes that follow the spread of a gradient of shape ``[*batch, D]``."""
+        """Return step sizes that follow the spread of a gradient of shape ``[*batch, D]``."""
         if gradient is None:
             return self.base
         gradient = gradient.reshape(-1, gradient.shape[-1])
         spread = gradient.std(0, correction=0)
         value = self.value.to(spread.device).expand_as(spread)
-        # One gradient, or gradients that differ by their rounding, say nothing of a coordinate.
+        # A single gradient, or gradients that differ only by rounding, have no spread.
         rounding = 8 * torch.finfo(spread.dtype).eps * gradient.abs().amax(0)
         aim = self.base / torch.where(spread > rounding, spread, 1.0)
-        # Whatever the spreads say, nothing grows while too little is accepted.
+        # No step size increases while the acceptance is below the target.
         most = torch.where(change < 0, value, 2 * value)
         aim = torch.minimum(torch.maximum(aim.clamp(*self.bounds), value / 2), most)
         mixed = torch.where(spread.isfinite(), 0.9 * value + 0.1 * aim, value)
@@ -439,7 +442,7 @@ class AdaptiveStepSize(StepSize):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: object
     ) -> None:
-        # A saved step size may have one entry per coordinate where this one has not begun to.
+        # A saved step size may have one entry per coordinate, while this one is still a scalar.
         saved = state_dict.get(prefix + "value")
         if saved is not None and saved.shape != self.value.shape and saved.dim() <= 1:
             self.value = self.value.new_empty(saved.shape)
@@ -449,17 +452,17 @@ class AdaptiveStepSize(StepSize):
 
 class LearnedStepSize(StepSize):
     r"""
-    A step size that is trained with the bound, by its gradient: one for all transitions, or one for
-    each.
+    A step size that is trained with the gradient of the bound: one value for all transitions, or
+    one for each.
 
     With one value for each transition, and :class:`LearnedMomentum`, ten transitions on a posterior
     of 200 latents gain 13 nats over the best single step size. It needs the full gradient.
 
-    Long steps under an untrained guide can ruin a model. So start small, or with an
-    :class:`AdaptiveStepSize`. It adapts for the first ``warmup`` training steps. Then its value is
-    fixed, and factors between 1/10 and 10 are trained,
+    Long steps with an untrained guide can harm a model. Start with a small step size, or with an
+    :class:`AdaptiveStepSize`, which adapts for the first ``warmup`` training steps. Then its value
+    is fixed, and factors between 1/10 and 10 are trained,
 
-    .. math:: \eta_k = \eta \exp(a_k), \qquad a_k = 0 \text{ at first}.
+    .. math:: \eta_k = \eta \exp(a_k), \qquad a_k = 0 \text{ initially}.
 
     If no optimizer changes the factors, the step size continues to adapt.
 

@@ -36,7 +36,7 @@ class SizedByChain(nn.Module, ABC):
             sequences of another length.
         """
         dim = position.shape[-1]
-        if dim and self.dim is None:  # a chain of no coordinates has no use for them
+        if dim and self.dim is None:  # a chain without coordinates does not need them
             self.dim = dim
             self._create(dim)
             self.to(position)

@@ -35,7 +35,7 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Program, Site, Transform, plate_frames
 from pyro_mcvae.structure.blocks import Structure
 
-# Angles of a model that a guide draws on the real line: each repeats at every turn.
+# Angles of a model that a guide draws on the real line, where their density is periodic.
 
 _CIRCULAR = (VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
 
@@ -67,9 +67,9 @@ def angle_errors(run: Run) -> list[str]:
         if angle and is_latent(site) and _is_on_line(site, drawn):
             kind = type(bare(model[name]["fn"])).__name__
             messages.append(
-                f"site '{name}' of the model is an angle ({kind}), whose density repeats itself at "
-                f"every turn, and the guide draws it on the whole line: bounds and evidences count "
-                f"every turn, and have no limit. Draw it from dist.VonMises, or within [-pi, pi)"
+                f"site '{name}' of the model is an angle ({kind}), whose density is periodic, but "
+                f"the guide draws it on the whole real line: bounds and evidence have no finite "
+                f"limit. Draw it from dist.VonMises, or within [-pi, pi)"
             )
     return messages
 
@@ -114,8 +114,8 @@ def check_not_collapsed(structure: Structure) -> None:
             f"site '{data}' of the model uses the parameters of the guide's site '{latent}', and "
             f"not its draws, as if the latent were integrated in closed form (VariationalGP, "
             f"VariationalSparseGP). Weights of such draws do not bound the evidence: use a model "
-            f"that uses its latent, as in x = f({latent}). TraceSGVB_ELBO has the number of "
-            f"Trace_ELBO, log E_q p(x | f), which is no bound either"
+            f"that uses its latent, as in x = f({latent}). TraceSGVB_ELBO has the value of "
+            f"Trace_ELBO, log E_q p(x | f), which is not a bound either"
         )
 
 
@@ -195,9 +195,9 @@ def check_scales(terms: list[Term], objective: str, reads: bool) -> None:
             raise ValueError(
                 f"site '{name}' is scaled by poutine.scale ({scales.guide:g} in the guide, "
                 f"{scales.model:g} in the model), and {objective} moves latents along p / q: its "
-                f"chains run away, because q to the power {1 - scales.guide:g} grows without end. "
-                f"Use TraceSGVB_ELBO, which has the objective of a beta-VAE, or scale the "
-                f"observations by 1 / beta instead of the latents by beta"
+                f"chains diverge, because q to the power {1 - scales.guide:g} has no finite "
+                f"integral. Use TraceSGVB_ELBO, which has the objective of a beta-VAE, or scale "
+                f"the observations by 1 / beta instead of the latents by beta"
             )
 
 

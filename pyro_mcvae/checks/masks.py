@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from pyro import distributions as dist
@@ -36,7 +37,7 @@ from pyro_mcvae.programs.sites import (
     layers,
     with_mask,
 )
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.interventions import differing, other_value, reseeded
 
 # Latents that a mask removes from the model, but not from the guide.
@@ -65,7 +66,7 @@ def masks_latents(run: Run) -> bool:
     return any(is_latent(site) and counted_values(site) is not None for site in sites)
 
 
-def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
+def count_masked(programs: Programs, run: Run, second: Run) -> Programs:
     r"""
     Return programs whose model includes the masked latents that the guide includes.
 
@@ -76,41 +77,60 @@ def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
     :math:`\int p(x, z)\, p(u \mid z)\, du\, dz = p(x)`, and the weight's expectation equals it.
 
     :param run: an execution of both programs.
-    :param other: another execution on the same minibatch, at independent draws.
+    :param second: another execution on the same minibatch, at independent draws.
     """
     if is_messenger(programs):
         return programs
     counted = {
         name: counted_values(site)
         for name, site in _masked_latents(run).items()
-        if _is_unread(run, _redrawn(programs, run, other, name))
+        if _is_unread(run, _redrawn(programs, run, second, name))
     }
     return replace(programs, model=_WithGuideMask(counted)(programs.model)) if counted else programs
 
 
-def counted_only_by_guide(programs: Programs, run: Run) -> list[str]:
+def without_prior(programs: Programs, run: Run) -> frozenset[str]:
     """
-    Return latents with entries that only the guide counts, and on which no factor depends.
+    Return latents whose prior a mask of the model may remove, while the guide has no mask.
 
-    Their entropy is added to every bound, without a prior to limit it. See :func:`count_masked`.
+    No counted factor of the model depends on the removed entries. See :func:`count_masked`.
 
     :param run: an execution of the programs, with any leading dims.
     """
-    sites = run.model_trace.nodes.values()
-    if is_messenger(programs) or not _masked_latents(run) or any(map(is_transported, sites)):
-        return []
+    model = run.model_trace.nodes
+    names = [
+        name
+        for name, site in _latents(run).items()
+        if counted_values(site) is None and counted_values(model[name]) is not None
+    ]
+    if not names or is_messenger(programs) or any(map(is_transported, model.values())):
+        return frozenset()
     with probing(programs), torch.no_grad():
         substitutes = Substitutes(Minibatch(run.subsamples))
         leading = Leading(state_dim=run.state_dim)
-        first, other = (
+        first, second = (
             replace(run, guide_trace=g, model_trace=m, terms=terms_of(g, m, run.state_dim))
             for g, m in (run_pair(programs, substitutes, leading) for _ in range(2))
         )
-        names = [*_masked_latents(first)]
-        return [n for n in names if _is_unread(first, _redrawn(programs, first, other, n))]
+        removed = _masked_latents(first)  # on another minibatch it may be others
+        return frozenset(
+            name
+            for name in names
+            if name not in removed or _is_unread(first, _redrawn(programs, first, second, name))
+        )
 
 
-def transported(programs: Programs, run: Run, other: Run) -> frozenset[str]:
+def masked_otherwise(run: Run) -> list[str]:
+    """Return latents with masks in both programs, whose guide counts more entries."""
+    return [n for n, site in _masked_latents(run).items() if counted_values(site) is not None]
+
+
+def with_priors(model: Program, names: frozenset[str]) -> Program:
+    """Return the model with the prior of all entries of these latents."""
+    return cast("Program", _WithGuideMask(dict.fromkeys(names))(model))
+
+
+def transported(programs: Programs, run: Run, second: Run) -> frozenset[str]:
     """
     Return the masked latents whose density is that of another variable, computed from them.
 
@@ -120,7 +140,7 @@ def transported(programs: Programs, run: Run, other: Run) -> frozenset[str]:
     return frozenset(
         name
         for name in _masked_latents(run)
-        if _moves_density(run.model_trace, _redrawn(programs, run, other, name))
+        if _moves_density(run.model_trace, _redrawn(programs, run, second, name))
     )
 
 
@@ -143,7 +163,7 @@ def check_masks(run: Run, separable: frozenset[str]) -> None:
         if bool(torch.as_tensor(scale != 1.0).any()):
             raise ValueError(
                 f"site '{name}' of the model is scaled by poutine.scale ({scale}), so its prior is "
-                f"not a density, and the evidence not one of the data: evaluate without the scale"
+                f"not a density, and the evidence is not defined: evaluate without the scale"
             )
         if name in separable or _count_alike(counted_values(model_site), counted_values(site)):
             continue
@@ -219,9 +239,9 @@ def _masks_more(model_site: Site, guide_site: Site) -> bool:
     return bool((~model_mask if guide_mask is None else guide_mask & ~model_mask).any())
 
 
-def _redrawn(programs: Programs, run: Run, other: Run, name: str) -> Trace | None:
+def _redrawn(programs: Programs, run: Run, second: Run, name: str) -> Trace | None:
     """Run the model with its masked entries from another draw; None if shapes differ."""
-    old, new = (r.guide_trace.nodes.get(name, {}).get("value") for r in (run, other))
+    old, new = (r.guide_trace.nodes.get(name, {}).get("value") for r in (run, second))
     if old is None or new is None or old.shape != new.shape:
         return None
     counted = counted_values(run.model_trace.nodes[name])

@@ -64,7 +64,7 @@ _EXPAND = (
     "Where labels are joined with data, infer={'enumerate': 'parallel', 'expand': True} at the "
     "discrete site gives its values the sizes of the plates. "
 )
-PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
+PARTICLES = LeadingDimsName("vectorized particles", "Pass vectorize_particles=False, or")
 STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
 ENUMERATED = LeadingDimsName(
     "all values of its enumerated sites",
@@ -72,7 +72,7 @@ ENUMERATED = LeadingDimsName(
     _EXPAND,
 )
 SLOTS = LeadingDimsName(
-    "slots of discrete sites and vectorised particles",
+    "slots of discrete sites and vectorized particles",
     "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
     _EXPAND,
 )
@@ -508,8 +508,8 @@ def _value_of(site: Site, value: Tensor, particle: int, count: int, nesting: int
 def _host_state() -> list[object]:
     """Return the state of Python's and NumPy's global generators."""
     state = pyro.util.get_rng_state()
-    kind, keys, *others = state["numpy"]
-    return [state["random"], kind, keys.tobytes(), *others]
+    kind, keys, *position = state["numpy"]
+    return [state["random"], kind, keys.tobytes(), *position]
 
 
 def check_states(programs: Programs, run: Run) -> None:

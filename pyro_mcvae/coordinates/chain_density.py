@@ -1,4 +1,4 @@
-"""The density that chains move on, in noise, latents or whitened coordinates."""
+"""The density of chains, in noise, latent or white coordinates."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast
 from pyro_mcvae.programs.terms import Term
 
-# What chains ask of a guide's draws, checked once for each structure.
+# Requirements of chains on the guide's draws, checked once for each structure.
 
 
 def check_chain(log_weight: LogWeight, objective: str) -> None:
     """
-    Check that chains can move from the first draw, and differentiate it where a bound's gradient
-    goes through it.
+    Check that chains can move from the first draw, and that the draw has a gradient if the gradient
+    of the bound passes through it.
 
     :raises ValueError: naming the site.
     """
-    # Scales may change from step to step. Those that are numbers can be compared in each.
+    # Scales may change between steps. Scales that are numbers can be compared in each step.
     check_scales(_moving_terms(log_weight), objective, reads=False)
     key = check_chain, objective, log_weight.gradient
     if key not in log_weight.plan.checked:
@@ -76,9 +76,9 @@ def _check_factors(log_weight: LogWeight, objective: str) -> None:
     if hidden:
         raise ValueError(
             f"{objective} follows draws along gradients, but the guide's factor '{hidden[0]}' "
-            f"says has_rsample=False, that it comes with draws that have none: pass "
-            f"has_rsample=True if it is a function of reparameterized draws and parameters, or "
-            f"use TraceIWAE_ELBO, which scores it"
+            f"has has_rsample=False, so its draws have no gradient: pass has_rsample=True if it "
+            f"is a function of reparameterized draws and parameters, or use TraceIWAE_ELBO, which "
+            f"has a score function for it"
         )
 
 
@@ -92,22 +92,22 @@ def check_continuous(log_weight: LogWeight, objective: str) -> None:
         raise ValueError(
             f"{objective} moves latents along gradients, but the guide's site"
             f"{named(log_weight.plan.discrete)} discrete: sum discrete sites with "
-            f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
+            f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalize them "
             f"in the model"
         )
 
 
 def named(names: tuple[str, ...]) -> str:
-    """Sites and their verb, as in "s 'a', 'b' are", to follow "site"."""
+    """Format sites with their verb, such as "s 'a', 'b' are", to follow "site"."""
     quoted = ", ".join(f"'{n}'" for n in names)
     return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
 
 
-# The log weight of a pair of programs as a density that chains move in.
+# The log weight of a model and guide as the density of chains.
 
-# A chain that diverges gets no further than this, in units of one or of where it began: programs
-# there raise errors of their own (an infinite mean, say) for all data at once. Such a state has
-# weight zero, so that it is rejected by adjusted kernels and reported by unadjusted ones.
+# The limit for diverging chains, in units of one or of the first position. Beyond it, models raise
+# errors (for example for an infinite mean) for all data. Such a state gets weight zero, so that
+# adjusted kernels reject it and unadjusted kernels report it.
 _FAR = 1e6
 
 
@@ -115,10 +115,10 @@ class ChainDensity:
     r"""
     :math:`(\log \text{base}, \log w)` with their gradients, as a function from positions to states.
 
-    :param LogWeight log_weight: with the gradients that the kernel and the bound ask for, made
-        where gradients are enabled if there are any.
-    :param bool again: whether to evaluate the first draw again, whose gradients are not those that
-        move the chain.
+    :param LogWeight log_weight: the log weight, with the gradients that the kernel and the bound
+        need.
+    :param bool again: whether to evaluate the first draw again, because its gradients are not those
+        that move the chain.
     """
 
     def __init__(self, log_weight: LogWeight, again: bool = False) -> None:
@@ -127,7 +127,7 @@ class ChainDensity:
         self._again = again or log_weight.plan.coordinates_interact
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
-        # None of vectors that are empty, where a guide draws nothing but what is held.
+        # None for empty vectors, if the guide draws only fixed latents.
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
@@ -155,9 +155,9 @@ class ChainDensity:
                 position = position.clone().requires_grad_()
             reads, far = costs_nothing_to_read(position), None
             if reads and position.numel() and guard_at_most(position.detach().abs().amax(), _FAR):
-                # A tensor of its own: transforms remember what they made of one that they know.
+                # A new tensor, because transforms cache their result for a tensor.
                 state = self._at(position, position.view_as(position))
-                # Where no graph is kept nothing but gradients is patched.
+                # Without a graph, only gradients are replaced.
                 if self._is_finite(state, values=self._full):
                     return state
             else:
@@ -169,7 +169,7 @@ class ChainDensity:
     def _far(self) -> Tensor:
         """Return the limit of each coordinate, over all draws of a datum, ``[1, *plates, D]``."""
         first = self.log_weight.coordinates.detach().abs()
-        # Other numbers of chains may move here.
+        # The number of chains may differ here.
         first = first.amax(0, keepdim=True) if first.numel() else first
         return _FAR * first.clamp(1.0, torch.finfo(first.dtype).max / _FAR)
 
@@ -177,8 +177,8 @@ class ChainDensity:
         """
         Return whether gradients, and with ``values`` densities, are finite.
 
-        Sums that overflow are not. The base density of standard noise and its gradient are finite
-        where the position is near.
+        Sums that overflow are not finite. The base density of standard noise and its gradient are
+        finite if the position is within its limit.
         """
         parts = [state.grad_weight, state.log_weight if values else None]
         if not self.log_weight.plan.normal:
@@ -253,7 +253,7 @@ class ChainDensity:
 
 @contextmanager
 def outside_inference_mode(programs: Programs) -> Iterator[Programs]:
-    """Leave inference mode, since chains differentiate, and copy the data."""
+    """Leave inference mode, because chains need gradients, and copy the data."""
     inside = torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if inside else nullcontext():
         yield _copied(programs) if inside else programs
@@ -264,7 +264,7 @@ def _copied(programs: Programs) -> Programs:
     return replace(programs, args=args, kwargs=kwargs)
 
 
-# Coordinates in which a posterior is about a standard normal: an affine map of each weight's.
+# Coordinates in which a posterior is about standard normal: an affine map for each weight.
 
 
 @dataclass(frozen=True)
@@ -273,10 +273,10 @@ class Whitening:
     The map :math:`z = \mu + L u` from white coordinates u.
 
     :ivar mean: :math:`\mu`, shape ``[*plates, D]``.
-    :ivar factor: L, lower triangular, shape ``[*plates, D, D]``; or its diagonal alone, shape
+    :ivar factor: L, lower triangular, shape ``[*plates, D, D]``; or only its diagonal, shape
         ``[*plates, D]``.
-    :ivar movable: 1 for the coordinates that move; 0 for those that stay as they are and
-        have no density. None if all move.
+    :ivar movable: 1 for coordinates that move; 0 for fixed coordinates, which have no density. None
+        if all move.
     """
 
     mean: Tensor
@@ -285,7 +285,7 @@ class Whitening:
 
     @classmethod
     def none(cls, position: Tensor, movable: Tensor | None, dense: bool) -> Whitening:
-        """Make the identity map, for positions of shape ``[K, *plates, D]``."""
+        """Return the identity map, for positions of shape ``[K, *plates, D]``."""
         mean, ones = torch.zeros_like(position[0]), torch.ones_like(position[0])
         still = None if movable is None else movable.expand_as(position)[0]
         return cls(mean, ones.diag_embed() if dense else ones, still)
@@ -302,11 +302,11 @@ class Whitening:
         return diagonal.log().sum(-1)
 
     def position(self, white: Tensor) -> Tensor:
-        """z at u, shape ``[K, *plates, D]``."""
+        """Return z at u, shape ``[K, *plates, D]``."""
         return self.mean + self._times(self.factor, white)
 
     def white(self, position: Tensor) -> Tensor:
-        """u at z."""
+        """Return u at z."""
         moved = position - self.mean
         if not self.dense:
             return moved / self.factor
@@ -315,7 +315,7 @@ class Whitening:
             return torch.linalg.solve_triangular(self.factor, columns, upper=False)[..., 0]
 
     def pulled(self, gradient: Tensor) -> Tensor:
-        """Return the gradient with respect to u, given the one with respect to z."""
+        """Return the gradient with respect to u, given the gradient with respect to z."""
         return self._times(self.factor.mT if self.dense else self.factor, gradient)
 
     def log_normal(self, white: Tensor) -> Tensor:
@@ -325,8 +325,8 @@ class Whitening:
 
     def refined(self, white: Tensor) -> Whitening:
         r"""
-        Return a map to coordinates in which draws have mean zero and about unit covariance. Their
-        covariance has the weight :math:`1 - a`, and the present one a, with :math:`a = D / (K +
+        Return a map to coordinates in which draws have mean zero and about unit covariance. The new
+        covariance has the weight :math:`1 - a`, and the current one a, with :math:`a = D / (K +
         D)`, or :math:`1 / (K + 1)` without correlations.
 
         :param white: shape ``[K, *plates, D]``.
@@ -354,15 +354,15 @@ class Whitening:
 
 class WhitenedDensity:
     r"""
-    The density that chains move in, seen from white coordinates: the base is the normal density
-    :math:`q'(z) = N(z; \mu, L L^\top)` in place of the guide's, and
+    The density of chains in white coordinates. The base is the normal density :math:`q'(z) = N(z;
+    \mu, L L^\top)` instead of the guide, and
 
     .. math:: \log w'(u) = \log \text{base}(z) + \log w(z) - \log q'(z), \qquad z = \mu + L u .
 
-    Its normalizing constant is the same for every map that was fixed before.
+    The normalizing constant is the same for every fixed map.
 
-    :param ChainDensity density: in the coordinates of the guide.
-    :param bool at_start: begin where the density does, and not at draws of :math:`q'`.
+    :param ChainDensity density: the density in the coordinates of the guide.
+    :param bool at_start: start from the first draw of the density, not from draws of :math:`q'`.
     """
 
     def __init__(self, density: ChainDensity, whitening: Whitening, at_start: bool = False) -> None:
@@ -379,7 +379,7 @@ class WhitenedDensity:
         return self._density.runs
 
     def start(self) -> State:
-        """Draw a start from the base density; coordinates that do not move keep their values."""
+        """Draw a starting point from the base density. Fixed coordinates keep their values."""
         position = self.whitening.white(self.log_weight.coordinates.detach())
         if self._at_start:
             return self(position)

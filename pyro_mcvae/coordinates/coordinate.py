@@ -322,9 +322,9 @@ class CircularCoordinate(UnconstrainedCoordinate):
     """
     An angle, unwrapped to the real line.
 
-    A von Mises density is periodic on the line, but a model need not be. So the program receives
-    the angle in [-pi, pi) for every coordinate: then everything is periodic, and a chain on the
-    line is one on the circle.
+    A von Mises density is periodic on the line, but a model may not be. Therefore model and guide
+    get the angle in [-pi, pi) for every coordinate. All densities are then periodic, and a chain on
+    the line is a chain on the circle.
     """
 
     def value(self, coordinate: Tensor) -> Tensor:
@@ -416,7 +416,7 @@ def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
     return CircularCoordinate(fn) if is_circular(fn) else UnconstrainedCoordinate(fn)
 
 
-# The initial values of a guide's local sites: draws, or given values.
+# The initial values of local guide sites: draws, or specified values.
 
 
 class Beginning:
@@ -441,7 +441,7 @@ class Beginning:
 
 class LatentValues(Beginning):
     """
-    Given initial values, the same in all rows, and draws of other sites.
+    Specified initial values, the same in all rows, and draws of other sites.
 
     :param values: the values by site, in the shape of a run without particles.
     """
@@ -464,7 +464,7 @@ def _fixed_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
         at = coordinate.at(value.expand(msg["fn"].shape()))
     except NoCoordinateError as error:
         raise NoCoordinateError(
-            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) cannot begin at a given "
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) cannot start at a given "
             f"value in these coordinates ({error}): use coordinates='latent'"
         ) from error
     return at.detach().expand(tuple(msg["fn"].batch_shape) + coordinate.event_shape).clone()

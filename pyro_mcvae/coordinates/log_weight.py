@@ -196,10 +196,10 @@ class LogWeight:
     r"""
     :math:`\log w` of one step, as a function of the local latents' coordinates.
 
-    It is made once per step. It draws the minibatch and the global latents, which are then fixed,
-    and a first set of coordinates. Calling it evaluates both programs at other coordinates, with
-    any leading dimensions, in one vectorized run (or in a loop if they cannot be vectorized). In
-    ``"noise"`` coordinates
+    It is created once per step. It draws the minibatch and the global latents, which are then
+    fixed, and a first set of coordinates. A call evaluates model and guide at other coordinates,
+    with any leading dimensions, in one vectorized run (or in a loop if they cannot be vectorized).
+    In ``"noise"`` coordinates
 
     .. math:: \log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(\epsilon)
 
@@ -264,7 +264,7 @@ class LogWeight:
         generators = Generators() if sampler.runner.bounded is None else None
         sample = self._planned(within)
         if self.plan.bounded and not sampler.runner.bounded:
-            # From now on programs run with exact logarithms, and this draw is repeated.
+            # Repeat the draw, and use exact logarithms from now on.
             sampler.runner.bounded = True
             if generators is not None:
                 generators.put_back()
@@ -284,10 +284,10 @@ class LogWeight:
 
     def _running(self, at: Tensor | None = None) -> ExitStack:
         """
-        Around runs of the programs: what lets gradients be differentiated again.
+        Prepare runs of model and guide, so that gradients can be differentiated again.
 
         :param at: coordinates other than the first. Distributions check their arguments and values
-            there where a read is free, and once for each analysis elsewhere.
+            there if reading is free, and otherwise once for each analysis.
         """
         twice = () if self._widths is None else (math_attention(), smoothed(self._widths))
         if at is None or costs_nothing_to_read(at) or not is_validation_enabled():
@@ -431,7 +431,7 @@ class LogWeight:
                 {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
                 for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
             ]
-            # One run at a time: a flow finds the density of the last value only that it made.
+            # One run at a time, because a flow caches only the density of its last value.
             latents = (latents_at(record, detach) for record in moved)
             records = [old | new for old, new in zip(self._records, moved, strict=True)]
             return self._sampler.replay(self.programs, first, latents), records

@@ -370,7 +370,7 @@ def _new_plan(sample: WeightedParticles, records: list[Record], fixed: frozenset
         )
     if not sample.blocks:
         raise NothingToMoveError(
-            f"no latent of the guide ({', '.join(points) or 'it has none'}) has its own weight, "
+            f"no latent of the guide ({', '.join(points) or 'it has none'}) has a separate weight, "
             f"because a subsampled plate does not enclose them: pass the full data, or use "
             f"TraceSGVB_ELBO"
         )
@@ -378,7 +378,7 @@ def _new_plan(sample: WeightedParticles, records: list[Record], fixed: frozenset
     if points and not (packing.sites or fixed):
         raise NothingToMoveError(
             "all random latents of the guide are shared by several data of a minibatch, so none "
-            "can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
+            "can move for a single datum: pass the full data, or use TraceSGVB_ELBO"
         )
     check_names(records, packing, sample.structure.global_sites.guide | fixed)
     first = [records[0][n].coordinate for n in packing.sites]

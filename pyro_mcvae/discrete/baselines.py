@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.ops.slots import FLOOR, conditional_gumbel
 from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.stored_module import StoredModule
 from pyro_mcvae.programs.supports import Categories, Support
 
 # Score-function surrogates over the slots of a discrete variable, and their baselines.
@@ -69,8 +68,6 @@ def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
 
 # Baselines of the score function, subtracted from a discrete site's cost.
 
-_counter = itertools.count()
-
 
 @dataclass(frozen=True)
 class SiteSignal:
@@ -110,9 +107,11 @@ class SiteSignal:
         return torch.where(reached, self.cost / torch.where(reached, self.upstream, 1.0), 0.0)
 
 
-class Baseline(ABC):
+class Baseline:
     """
     A variance reduction of one discrete site's gradient that does not change its mean.
+
+    Subclasses override :meth:`surrogate`; that of this class is REINFORCE, without a baseline.
 
     :cvar min_samples: the number of draws it needs.
     :cvar extra_draw: whether it needs another draw of the site, independent of the slots.
@@ -131,21 +130,19 @@ class Baseline(ABC):
     extra_draw = False
     relaxed = False
 
-    @abstractmethod
     def surrogate(self, signal: SiteSignal) -> Tensor:
-        """Return a scalar with the gradient of the site's distribution, and of learned parts."""
-
-
-def no_baseline(signal: SiteSignal) -> Tensor:
-    r"""Return the surrogate of REINFORCE: :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`."""
-    return score_surrogate(signal.weight * signal.cost, signal.score)
+        r"""
+        Return a scalar with the gradient of the site's distribution, and of learned parts; here
+        :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`.
+        """
+        return score_surrogate(signal.weight * signal.cost, signal.score)
 
 
 class IndependentDraw(Baseline):
     r"""
     REINFORCE+: the cost of an independent draw is subtracted from all slots' costs.
 
-    One draw for each datum serves all of its slots, so a step evaluates k + n + 1 of them.
+    All slots of a datum use the same draw, so a step evaluates k + n + 1 slots.
 
     Example::
 
@@ -156,17 +153,18 @@ class IndependentDraw(Baseline):
 
     def surrogate(self, signal: SiteSignal) -> Tensor:
         if not signal.extra:  # an exact sum
-            return no_baseline(signal)
+            return super().surrogate(signal)
         # The last slot has weight zero.
         return score_surrogate(signal.weight * (signal.cost - signal.cost[-1:]), signal.score)
 
 
 class LeaveOneOut(Baseline):
     r"""
-    The mean cost of the other draws is subtracted from each draw's, and that of all draws from
-    the summed categories' (see :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`).
+    The mean cost of the other draws is subtracted from the cost of each draw, and the mean cost of
+    all draws from the costs of the summed categories (see
+    :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`).
 
-    Needs ``num_samples >= 2``.
+    It needs ``num_samples >= 2``.
 
     Example::
 
@@ -201,22 +199,13 @@ class SummedMean(Baseline):
         return score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
 
 
-class LearnedBaseline(Baseline, torch.nn.Module):
+class LearnedBaseline(Baseline, StoredModule):
     """
-    A baseline with parameters. As part of an ELBO it is trained by the optimizer of the step.
+    A baseline with parameters, which are trained together with the parameters of the model.
 
-    Its input is the first argument of the programs' call, or a site's
+    Its input is the first argument of the model and guide, or a site's
     ``infer={"mcvae": {"baseline_input": x[idx]}}``.
     """
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-        # One name per instance: with equal names instances would share parameters in the store.
-        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
     def input_of(self, signal: SiteSignal) -> object:
         """Return the input of the network."""
@@ -225,7 +214,7 @@ class LearnedBaseline(Baseline, torch.nn.Module):
         args = signal.programs.args
         if not args or not isinstance(args[0], Tensor):
             raise ValueError(
-                f"{type(self).__name__} takes the programs' first argument as its input, got "
+                f"{type(self).__name__} takes the first argument of the model as its input, got "
                 f"{type(args[0]).__name__ if args else 'none'}: pass another one by "
                 f"infer={{'mcvae': {{'baseline_input': x}}}} at guide site '{signal.name}'"
             )
@@ -353,7 +342,7 @@ class RELAX(LearnedBaseline):
                 f"'{signal.name}' has not: give it another baseline"
             )
         if signal.exact:
-            return no_baseline(signal)
+            return super().surrogate(signal)
         logits = signal.support.logits
         with torch.enable_grad():
             gradient = self._gradient(signal, logits.detach().requires_grad_())
@@ -365,7 +354,7 @@ class RELAX(LearnedBaseline):
         learned = [p for p in self.parameters() if p.requires_grad]
         if not learned or not gradient.requires_grad:
             return 0.0
-        # Only for the control variate, which may also depend on the programs' parameters.
+        # Only for the control variate, which may also depend on parameters of the model or guide.
         gradients = torch.autograd.grad((gradient**2).sum(), learned, allow_unused=True)
         parts = [(g * p).sum() for g, p in zip(gradients, learned, strict=True) if g is not None]
         return torch.stack(parts).sum().to(gradient.dtype) if parts else 0.0
@@ -435,8 +424,8 @@ class GumbelSoftmax(Baseline):
     ``entropy="exact"`` computes the entropy without the relaxation.
 
     :param float temperature: may be changed between steps, to anneal it.
-    :param bool hard: straight-through: the programs receive one-hot values, the gradient is that of
-        the soft ones.
+    :param bool hard: straight-through: the model gets one-hot values, with the gradient of the soft
+        values.
     :raises ValueError: if the temperature is not positive.
 
     [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.
@@ -453,6 +442,3 @@ class GumbelSoftmax(Baseline):
             raise ValueError(f"temperature must be positive, got {temperature}")
         self.temperature = temperature
         self.hard = hard
-
-    def surrogate(self, signal: SiteSignal) -> Tensor:
-        return no_baseline(signal)

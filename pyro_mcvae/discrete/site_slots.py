@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_mcvae.discrete.baselines import LearnedBaseline, SiteSignal, no_baseline
+from pyro_mcvae.discrete.baselines import Baseline, LearnedBaseline, SiteSignal
 from pyro_mcvae.ops.checks import as_int, check_count, check_flag
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.programs.run import Programs
@@ -55,7 +54,7 @@ class SiteOptions:
     :ivar num_categories: k, an integer or infinity; 1 by default without a budget.
     :ivar num_samples: n, an integer; 1 by default without a budget.
     :ivar budget: k + n, instead of both; divided separately for each datum.
-    :ivar baseline: the baseline that is subtracted from the cost; None for no baseline.
+    :ivar baseline: the baseline that is subtracted from the cost; None for REINFORCE.
     :ivar exact_entropy: sum the site's entropy over all of its values.
     :raises ValueError: for counts out of range or together with a budget, and for an invalid
         baseline.
@@ -70,7 +69,9 @@ class SiteOptions:
     def __post_init__(self) -> None:
         k, n, budget = self.num_categories, self.num_samples, self.budget
         check_flag("exact_entropy", self.exact_entropy)
-        if self.baseline is not None and not hasattr(self.baseline, "surrogate"):
+        if self.baseline is None:
+            object.__setattr__(self, "baseline", Baseline())
+        if not isinstance(self.baseline, Baseline):
             raise ValueError(
                 f"baseline must be a Baseline, such as IndependentDraw(), or None, got "
                 f"{self.baseline!r}"
@@ -97,27 +98,17 @@ class SiteOptions:
                 )
             object.__setattr__(self, "num_categories", whole)
         object.__setattr__(self, argument, draws)
-        if self.baseline is not None and draws < self.min_samples and k != math.inf:
+        if draws < (least := self.baseline.min_samples) and least > 1 and k != math.inf:
             raise ValueError(
                 f"{type(self.baseline).__name__} compares draws with each other and needs "
-                f"{argument} >= {self.min_samples}, got {draws}"
+                f"{argument} >= {least}, got {draws}"
             )
-
-    @property
-    def min_samples(self) -> int:
-        """Return the number of draws that the baseline needs."""
-        return getattr(self.baseline, "min_samples", 1)
 
     @property
     def plain(self) -> bool:
         """Return whether the site has only a single draw."""
         one = self.budget == 1 or (self.num_categories == 0 and self.num_samples == 1)
-        return one and not self.extra_draw
-
-    @property
-    def extra_draw(self) -> bool:
-        """Return whether the baseline needs an additional independent draw."""
-        return getattr(self.baseline, "extra_draw", False)
+        return one and not self.baseline.extra_draw
 
     def of(self, site: Site) -> SiteOptions:
         """
@@ -230,7 +221,7 @@ class SiteSlots:
 
         :param tensors: the fields of a :class:`SiteSignal`, with the slots first.
         """
-        baseline = self.options.baseline
+        baseline: Baseline = self.options.baseline
         signal = SiteSignal(
             name=site["name"],
             support=self.support,
@@ -240,15 +231,10 @@ class SiteSlots:
             programs=programs,
             **tensors,
         )
-        if baseline is None:
-            return no_baseline(signal)
         if isinstance(baseline, LearnedBaseline):
-            # So that SVI's optimizer receives its parameters, also if they were loaded into the
-            # store.
-            pyro.module(baseline.param_name, baseline, update_module_params=True)
+            baseline.add_to_store()
             follow(baseline, signal.cost)
-        surrogate: Tensor = baseline.surrogate(signal)
-        return surrogate
+        return baseline.surrogate(signal)
 
 
 def is_discrete(msg: Message) -> bool:
@@ -316,7 +302,7 @@ def choose(
             )
         return None
     options = options.of(msg)
-    if getattr(options.baseline, "relaxed", False):
+    if options.baseline.relaxed:
         return _relaxed(msg, options)
     if options.plain:
         return single(msg, options)
@@ -368,7 +354,7 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
     budget, k, n = options.budget, options.num_categories or 0, options.num_samples or 0
     with torch.no_grad():
         if budget is not None and budget < support.size:
-            choice = support.budget(budget, options.min_samples)
+            choice = support.budget(budget, options.baseline.min_samples)
         elif budget is not None or k >= support.size:
             if support.size == math.inf:
                 marked = " (infer={'enumerate': ...} requests all)" * bool(
@@ -389,7 +375,7 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
                     f"leaves the others out: pass num_samples >= 1, or num_categories=math.inf"
                 )
             choice = support.top_k(int(k), n)
-        if not options.extra_draw:
+        if not options.baseline.extra_draw:
             return SiteSlots(options, support, choice)
         none = torch.zeros_like(choice.weight[:1])
         extended = Choice(

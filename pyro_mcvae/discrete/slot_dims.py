@@ -114,7 +114,11 @@ class SlotMessenger(EnumMessenger):
             msg["value"] = infer[SLOTS_KEY].choice.value[0]
             super()._pyro_sample(msg)
             return
-        self._check_nested(msg, len(slots))
+        assert self.first_available_dim is not None
+        batch = fn.batch_shape
+        upstream = math.prod(batch[: max(0, len(batch) + 1 + self.first_available_dim)])
+        if upstream > 1:
+            check_num_slots(msg["name"], upstream * len(slots))
         infer["enumerate"] = "parallel"
         # At the program's request, for operators such as cat that do not broadcast.
         expand = self.expand or infer.get("expand")
@@ -122,13 +126,6 @@ class SlotMessenger(EnumMessenger):
         super()._pyro_sample(msg)
         msg["fn"] = fn
         del infer["enumerate"]
-
-    def _check_nested(self, msg: Message, count: int) -> None:
-        assert self.first_available_dim is not None
-        batch = msg["fn"].batch_shape
-        upstream = math.prod(batch[: max(0, len(batch) + 1 + self.first_available_dim)])
-        if upstream > 1:
-            check_num_slots(msg["name"], upstream * count)
 
 
 # The costs and weights of one run with several slots of discrete sites.
@@ -262,8 +259,10 @@ def _plates(term: Term, trace: Trace) -> frozenset[str]:
 
 
 def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
-    entropy = _exact_entropy(term)
+    slots: SiteSlots | None = term.site["infer"].get(SLOTS_KEY)
+    entropy = None if slots is None or term.left_out else slots.entropy(term.site["fn"])
     if entropy is not None:
+        entropy = sites.masked(term.site, entropy)
         return SlotCost(term, *_cost(term, entropy), term.plate_scale, plates, (term.key,))
     path: Tensor | int
     value, path = _cost(term, -term.log_prob)
@@ -309,12 +308,6 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
     return value.transpose(dim, front)
 
 
-def _exact_entropy(term: Term) -> Tensor | None:
-    slots: SiteSlots | None = term.site["infer"].get(SLOTS_KEY)
-    entropy = None if slots is None or term.left_out else slots.entropy(term.site["fn"])
-    return None if entropy is None else sites.masked(term.site, entropy)
-
-
 def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
     """Sum over the states of the model's enumerated sites, inside the logarithm."""
     dims = {c.term.site["infer"]["_enumerate_symbol"] for c in model if c.term.key in states}
@@ -323,7 +316,11 @@ def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]
     for c in model:
         group = inside if c.term.key in states or not dims.isdisjoint(c.dims) else costs
         group.append(c)
-    for s in sum_states([_state_factor(c, c.term.key in states) for c in inside], dims):
+    parts = []
+    for c in inside:
+        log_prob = inside_sum(c.term.site, c.term.key in states)
+        parts.append(StateFactor(c.term.site, pack(c.term.site, "model", log_prob), c.plates))
+    for s in sum_states(parts, dims):
         factors = [inside[i] for i in s.members]
         term = next((c.term for c in factors if c.plates == s.plates), factors[0].term)
         value, path = _detached(s.log_prob)
@@ -331,11 +328,6 @@ def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]
             SlotCost(term, value, path, s.scale, s.plates, tuple(c.term.key for c in factors))
         )
     return costs
-
-
-def _state_factor(cost: SlotCost, is_state: bool) -> StateFactor:
-    site = cost.term.site
-    return StateFactor(site, pack(site, "model", inside_sum(site, is_state)), cost.plates)
 
 
 # The guide sites that each factor of a program depends on, directly or through others.

@@ -144,7 +144,7 @@ def _count(
     term: Term, options: SiteOptions, joined: tuple[int, ...], warn: Callable[[str], object]
 ) -> int:
     baseline = options.of(term.site).baseline
-    if getattr(baseline, "relaxed", False) or isinstance(baseline, RELAX):
+    if baseline.relaxed or isinstance(baseline, RELAX):
         raise SlotError(
             f"{type(baseline).__name__} relaxes guide site '{term.key.name}', whose slots here "
             f"are particles: use IndependentDraw, LeaveOneOut, SummedMean or NVIL, or, for "
@@ -258,7 +258,8 @@ class SlotDraws(Beginning):
         if site is None:
             return None
         slots = self._choose(msg, site, rows)
-        row = self._rows(rows, slots.choice.value.device)
+        device = slots.choice.value.device
+        row = rows.start if len(rows) == 1 else torch.arange(self.count, device=device)
         digit = row // self.num_particles // self.plan.stride(name) % self.plan.counts[name]
         at = (digit, self._first(name, row)) if isinstance(row, Tensor) else (digit,)
         if rows.start == 0:
@@ -275,7 +276,8 @@ class SlotDraws(Beginning):
 
         def give(msg: Message) -> Tensor | None:
             value = self.draw(msg, rows)
-            if value is not None or not self.is_shared(msg["name"]):
+            name = msg["name"]
+            if value is not None or name not in self.plan.continuous or self._is_independent(name):
                 return value
             if not reparameterized(msg):
                 raise SlotError(
@@ -299,10 +301,6 @@ class SlotDraws(Beginning):
         self._drawn[name, row] = at
         first_row = self._first(name, row)
         return at if first_row == row else changed_draw(Tensor.clone, self._drawn[name, first_row])
-
-    def is_shared(self, name: str) -> bool:
-        """Return whether rows share the draws of a continuous site."""
-        return name in self.plan.continuous and not self._is_independent(name)
 
     def fixed_coordinate(self, msg: Message, rows: range) -> Tensor | None:
         """Return the stored value of a discrete site; None for another site."""
@@ -346,10 +344,6 @@ class SlotDraws(Beginning):
             raise SlotsChangedError(msg["name"], replace(self.plan, counts=counts))
         # A support may depend on earlier sites, and have fewer values.
         return slots.spread(msg["fn"], site.joined).possible().padded(count)
-
-    def _rows(self, rows: range, device: torch.device) -> Tensor | int:
-        """Return the indices of all rows, or of one."""
-        return rows.start if len(rows) == 1 else torch.arange(self.count, device=device)
 
     def _first(self, name: str, row: Row) -> Row:
         """Return the first row that shares the draws of a site and of the sites before."""
@@ -438,7 +432,13 @@ class SlotPlanner:
                     result, sample = make(draws)
                     if draws is not None and len(sample.runs) > 1:
                         _check_rows(sample)
-                    new_plan = self._plan_of(programs, sample)
+                    notes: dict[Hashable, SlotPlan | None] = sample.structure.notes
+                    if make_plan not in notes:
+                        with isolated(programs.owners):  # counting the slots also draws
+                            notes[make_plan] = make_plan(
+                                programs, sample, self.options, self.common, self._warn
+                            )
+                    new_plan = notes[make_plan]
                     if new_plan.fits(plan) if new_plan else plan is None:
                         analysis.put(_PLAN, plan)
                         return result, draws
@@ -449,15 +449,6 @@ class SlotPlanner:
                     analysis.put(_CHANGING, True)
                     return self.begin(sampler, programs, make)
         raise SlotError(_UNSTABLE)
-
-    def _plan_of(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
-        """Return the plan of a structure, made once."""
-        notes: dict[Hashable, SlotPlan | None] = sample.structure.notes
-        if make_plan not in notes:
-            with isolated(programs.owners):  # counting the slots also draws
-                plan = make_plan(programs, sample, self.options, self.common, self._warn)
-            notes[make_plan] = plan
-        return notes[make_plan]
 
 
 def _check_rows(sample: WeightedParticles) -> None:

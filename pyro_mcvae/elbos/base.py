@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -24,7 +24,12 @@ from pyro_mcvae.checks.faults import (
     common_scale,
     scaled_latents,
 )
-from pyro_mcvae.checks.masks import check_unweighed, counted_only_by_guide
+from pyro_mcvae.checks.masks import (
+    check_unweighed,
+    masked_otherwise,
+    with_priors,
+    without_prior,
+)
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
 from pyro_mcvae.ops.tensors import (
     after_backward,
@@ -36,6 +41,7 @@ from pyro_mcvae.ops.tensors import (
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import LossModule, nonfinite_sites, single_run
+from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     casts_with_gradients,
@@ -48,9 +54,9 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, is_subsampled, plate_frames
 from pyro_mcvae.structure.cache import Analyses
 
-# What one step of an objective comes to: its value, its gradient, and its value per datum.
+# The result of one step: its value, its gradient, and its value per datum.
 
-# A sum of tensors, or a number where it had no summands.
+# A sum of tensors, or a number if there are no summands.
 Sum: TypeAlias = Tensor | float
 
 
@@ -62,8 +68,8 @@ class Bounds(NamedTuple):
         not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
         separate plates.
     :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
-    :ivar ~torch.Tensor shared: the terms that belong to no single datum: the global latents' log p
-        - log q and the factors outside the data's plates, scaled; a scalar.
+    :ivar ~torch.Tensor shared: the scaled terms that belong to no single datum: log p - log q of
+        the global latents, and factors outside the data's plates; a scalar.
     :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
 
     Example::
@@ -98,11 +104,11 @@ class Estimate:
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
-    :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar runs: the executions of the step, to name a site where the value is not finite.
     :ivar scored: whether the surrogate has the score-function terms of draws without
-        reparameterization; a training step with such draws is refused otherwise.
-    :ivar averaged: whether no latent could be weighed, so that particles are averaged as in the
-        plain ELBO.
+        reparameterization; otherwise a training step with such draws raises an error.
+    :ivar averaged: whether no latent has a weight, so that particles are averaged as in the plain
+        ELBO.
     :ivar overflow: the error message if every site is finite and the value is not.
     :ivar causes: returns the causes that are checked before the sites, one line each.
     :ivar remedy: the advice in the error message.
@@ -123,13 +129,13 @@ class Estimate:
 
 
 def add_up(summands: Iterable[Sum]) -> Sum:
-    """Sum; nothing is added to a single summand."""
+    """Sum the values, without an operation for a single value."""
     tensors = [s for s in summands if isinstance(s, Tensor)]
     return sum(tensors[1:], tensors[0]) if tensors else 0.0
 
 
 def times(value: Tensor, factor: float | Tensor) -> Tensor:
-    """Multiply; a factor of the number 1 costs no operation."""
+    """Multiply, without an operation for a factor of the number 1."""
     return value if not isinstance(factor, Tensor) and factor == 1 else value * factor
 
 
@@ -157,7 +163,7 @@ def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
     return ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
 
 
-# Whether the gradients of a step are finite, where its loss is.
+# Checks whether the gradients of a step are finite.
 
 _REMEDY = (
     "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
@@ -172,14 +178,14 @@ class GradientCheck:
     Finds gradients that are not finite after a backward pass.
 
     :param runs: the executions of the step, whose parameters are checked.
-    :param loss: the objective, whose own parameters are checked too.
+    :param loss: the objective, whose parameters are checked, too.
     """
 
     def __init__(self, runs: list[Run], loss: object) -> None:
         self._runs, self._loss = runs, loss
 
     def total(self) -> Tensor | None:
-        """Return a number that is finite only if all gradients are; None without gradients."""
+        """Return a number that is finite if all gradients are finite; None without gradients."""
         return total_norm(g for p in self._trained() if (g := p.grad) is not None)
 
     def clear(self) -> None:
@@ -250,11 +256,14 @@ def _entries(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-# What an objective says of a pair of programs, once, or refuses.
+# Warnings and errors about a model and guide.
 
 _logger = logging.getLogger(__name__)
 
 Weighs = Callable[[Site], bool]
+
+# Latents whose prior the model counts although a mask removes it.
+_COUNTED = ("counted",)
 
 
 _BASELINE = (
@@ -262,47 +271,48 @@ _BASELINE = (
     "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
     "NVIL(network)"
 )
-_UNLIMITED = (
-    "a mask takes entries of latent '%s' out of the model's density and not of the guide's, so "
-    "that their entropy counts and no prior limits it: the objective is no bound on log p(x), and "
-    "rises as long as the guide trains. Put the same poutine.mask around the site in the guide "
-    "(~mask for x_unobserved of obs_mask=mask), or mask the observations alone"
+_OTHER_MASK = (
+    "site '%s' has entries that a mask removes from the model, while the guide's mask counts them: "
+    "no prior limits their entropy, and the objective is not a bound on log p(x). Put the same "
+    "poutine.mask around the site in model and guide, or remove the guide's mask"
 )
 _POINTS = (
     "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
-    "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
-    "has the same value with one particle; for a bound use a guide that draws, such as AutoNormal"
+    "and the objective is log p(x, z) at the point, which is not a bound on log p(x). "
+    "TraceSGVB_ELBO has the same value with one particle; for a bound use a guide that draws, such "
+    "as AutoNormal"
 )
 _ONE_DATUM = (
-    "site '%s' and the data of site '%s' have %d independent entries each and lie in no plate, so "
-    "they are weighed as one datum: for a weight each, put both into a plate of that size"
+    "site '%s' and the data of site '%s' have %d independent entries each and are in no plate, so "
+    "all entries share one weight: for separate weights, put both into a plate of that size"
 )
 _OBSERVED = (
-    "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
-    "training lowers it, and is in no weight and no evidence. To train a network that predicts it, "
-    "subtract its log_prob from differentiable_loss instead"
+    "site '%s' of the guide is observed: as in Pyro, its log density is added to the loss, so that "
+    "training decreases it. It is not part of weights or evidence. To train a network that "
+    "predicts it, subtract its log_prob from differentiable_loss instead"
 )
 _TEMPERED = (
-    "poutine.scale multiplies all sites in plates by %g, inside the weights, which it tempers: "
-    "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
-    "pyro.plate(name, size, subsample_size=...), whose N/B stays outside the weights"
+    "poutine.scale multiplies all sites in plates by %g, inside the weights, so that the objective "
+    "is %s bound on %g log p(x). Multiply the loss instead; for a minibatch use pyro.plate(name, "
+    "size, subsample_size=...), whose N/B is outside the weights"
 )
 _AVERAGED = (
-    "no latent is weighed per datum, because %s: the particles are averaged as in the plain ELBO, "
-    "which is a bound too. For weights pass the full data, or put the latents into the data's plate"
+    "no latent has a weight per datum, because %s: the particles are averaged as in the plain "
+    "ELBO, which is also a bound. For weights pass the full data, or put the latents into the "
+    "data's plate"
 )
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
-    "guide, inside the weights: the loss is no bound on the log evidence, but one on the "
-    "logarithm of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It bounds the evidence "
-    "once the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
-    "beta-VAE; scaling the observations by 1 / beta instead has a bound for every beta"
+    "guide, inside the weights: the loss is not a bound on the log evidence, but on the logarithm "
+    "of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It is a bound on the evidence "
+    "when the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
+    "beta-VAE; scaling the observations by 1 / beta instead gives a bound for every beta"
 )
 
 
 _ANOTHER = (
-    "one loss object trains two models or guides: its step sizes, schedule and baselines, which "
-    "adapt or train, carry over from the first to the second; make a loss for each"
+    "one loss object trains two models or guides, which then share its step sizes, schedule and "
+    "baselines: create a separate loss for each"
 )
 
 
@@ -316,17 +326,16 @@ class ModelWarnings:
 
     def check(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
-        Warn of, or refuse, options of a model and guide that probably do not have the intended
-        effect.
+        Warn about masks and scales that probably have no intended effect, or raise an error.
 
-        Masks and scales may change, so each analysis of the programs checks them again.
+        Masks and scales may change, so each analysis of the model and guide checks them again.
 
         :param runs: the runs of the step; empty for bounds per datum.
-        :param weighs: returns whether a site of the guide is part of a weight in an objective that
-            is more than a mean of log weights.
+        :param weighs: returns whether a site of the guide is part of a weight, and the objective is
+            not a mean of log weights.
         """
         if is_recording():
-            return  # the uncompiled steps before were checked
+            return  # the uncompiled steps before the recording were checked
         collected = collects_parameters()
 
         def find_problems() -> None:
@@ -350,13 +359,13 @@ class ModelWarnings:
                 _logger.info(_ONE_DATUM, *names_and_size)
             scale = common_scale(run.terms)
             if scale is not None:
-                self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
+                self._warn(_TEMPERED % (scale, "not a" if scale > 1 else "a loose", scale))
             else:
                 self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
-        for name in (n for run in runs for n in counted_only_by_guide(programs, run)):
-            self._warn(_UNLIMITED % name)
+        for name in (n for run in runs for n in masked_otherwise(run)):
+            self._warn(_OTHER_MASK % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)
@@ -364,7 +373,7 @@ class ModelWarnings:
             self._warn(_OBSERVED % term.key.name)
 
     def warn_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
-        """Warn once for a pair of programs that no latent is weighed, and name the cause."""
+        """Warn once per model and guide that no latent has a weight, and name the cause."""
         drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
         if is_recording() or not any(weighs(t.site) for t in drawn.values()):
             return
@@ -373,7 +382,7 @@ class ModelWarnings:
         )
 
     def _warn_scales(self, run: Run) -> None:
-        """Warn of each latent that is scaled inside the weights, and again above 1."""
+        """Warn once about each latent that is scaled inside the weights, and again above 1."""
         plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
         local = [t for t in run.terms if plate_frames(t.site) or not plated]
         for name, scales in scaled_latents(local).items():
@@ -385,7 +394,7 @@ class ModelWarnings:
 
 
 def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]]:
-    """Yield latents and data of one size outside plates: a plate was probably forgotten."""
+    """Yield latents and data of equal size outside plates, which are probably independent."""
     for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
         for latent in drawn:
             sites = latent.site, data.site
@@ -407,9 +416,9 @@ def _why_averaged(run: Run, drawn: Mapping[str, Term]) -> str:
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:
     """
-    Refuse draws without reparameterization.
+    Raise an error for draws without reparameterization.
 
-    Without its score-function term the gradient would be wrong without notice.
+    Without their score-function terms the gradient would be wrong.
 
     :raises ValueError: naming such a draw.
     """
@@ -422,11 +431,11 @@ def refuse_scores(objective: str, runs: list[Run]) -> None:
         )
 
 
-# What every objective shares: Pyro's interface around one estimate of a bound.
+# Pyro's interface around one estimate of a bound, for all objectives.
 
 
 class ELBOOptions(TypedDict, total=False):
-    """Pyro's own arguments, which every objective passes on to :class:`MonteCarloELBO`."""
+    """The arguments of Pyro's losses, which objectives pass to :class:`MonteCarloELBO`."""
 
     max_plate_nesting: float
     vectorize_particles: bool | None
@@ -440,12 +449,12 @@ def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> 
     """
     Check the arguments that an objective passes to :class:`MonteCarloELBO`.
 
-    :raises TypeError: for arguments of other objectives, which would have no effect.
+    :raises TypeError: for arguments of other objectives, because they would have no effect.
     """
     for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
         known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
         raise TypeError(
-            f"{kind.__name__} has no use for the argument {name}={options[name]!r}: it takes "
+            f"{kind.__name__} does not accept the argument {name}={options[name]!r}: it takes "
             f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"
         )
 
@@ -465,18 +474,19 @@ class MonteCarloELBO(FixedOptions, ELBO):
     :param vectorize_particles: None runs all particles in one batch if that gives the densities of
         a loop: in the outermost batch dim, or under ``vmap``. Otherwise it loops and logs the
         reason. True raises an error instead of looping; False always loops.
-    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
-        False samples them. Sites of the model that are marked ``infer={"enumerate": "parallel"}``,
-        and that the guide does not draw, are summed exactly: log p(x, z) = log sum_y p(x, y, z).
-    :param bool retain_graph: passed on to ``backward``.
-    :param bool ignore_jit_warnings: accepted as by Pyro's losses, without effect.
-    :param dict jit_options: accepted without effect; nothing is compiled by ``torch.jit``.
+    :param bool strict_enumeration_warning: raise an error for guide sites that are marked for
+        enumeration; False samples them. Sites of the model that are marked
+        ``infer={"enumerate": "parallel"}`` and are not in the guide are summed exactly:
+        log p(x, z) = log sum_y p(x, y, z).
+    :param bool retain_graph: passed to ``backward``.
+    :param bool ignore_jit_warnings: has no effect; accepted for compatibility with Pyro's losses.
+    :param dict jit_options: has no effect; accepted for compatibility with Pyro's losses.
     :ivar sampler: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler`, from which subclasses
         get the weights of a step.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
-    Example, a custom objective: the bound of the best of K particles. It gets the weights of a step
-    from ``self.sampler``. The package does plates, scales, subsampling, global and discrete
+    Example: a custom objective, the largest log weight of K particles. It takes the weights of a
+    step from ``self.sampler``. The package handles plates, scales, subsampling, global and discrete
     latents, and Pyro's interfaces::
 
         >>> import pyro, torch
@@ -504,7 +514,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):
-            # SVI takes any function for a loss, and calls it with the model and the guide.
+            # SVI accepts any function as a loss, and calls it with the model and the guide.
             raise ValueError(
                 f"{cls.__name__} was called with a model and a guide, as SVI(..., "
                 f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
@@ -546,17 +556,17 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return LossModule(model, guide, self)
 
     def _is_initialized(self) -> bool:
-        return "_warnings" in vars(self)  # Pyro's base class assigns some of them twice
+        return "_warnings" in vars(self)  # Pyro's base class assigns some attributes twice
 
     def __getstate__(self) -> dict[str, object]:
-        # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.
+        # As in a PyroModule: the store adds weak references to parameters that SVI has trained.
         for parameter in self.parameters() if isinstance(self, nn.Module) else ():
             vars(parameter).pop("unconstrained", None)
         return self.__dict__.copy()
 
     @property
     def num_particles(self) -> int:
-        """Return the number of draws; a new value counts from the next step."""
+        """Return the number of draws. A new value applies from the next step."""
         return self.sampler.num_particles
 
     @num_particles.setter
@@ -564,25 +574,56 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self._use_particles(check_count("num_particles", num_particles))
 
     def _use_particles(self, num_particles: int) -> None:
-        """Draw that many from now on; a subclass refuses what its estimator cannot do with."""
+        """Set the number of draws. Subclasses raise an error for numbers they do not support."""
         self.sampler.num_particles = num_particles
 
     def _weighs(self, site: Site) -> bool:
         """
-        Return whether a guide site is part of a weight in an objective that is more than a mean of
-        log weights. Then scales do not multiply the bound, and every draw needs its density.
+        Return whether a guide site is part of a weight, and the objective is not a mean of log
+        weights. Then scales do not multiply the bound, and every draw needs its density.
         """
         return True
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
         """
-        Return the value and surrogate of one step; without gradients the surrogate needs no graph.
+        Return the value and surrogate of one step. If gradients are off, the surrogate needs no
+        graph.
         """
+
+    def _counted(self, programs: Programs) -> tuple[Programs, Estimate]:
+        """
+        Return the estimate and its programs.
+
+        If a mask removes entries of a latent from the model but not from the guide, as in padded
+        series with an AutoGuide, the model counts their prior. This does not change the evidence,
+        and otherwise nothing would limit the guide's entropy.
+        """
+        names, model = self.sampler.analyses.of(programs).get(_COUNTED, (None, None))
+        if names is None:
+            return self._first_counted(programs)
+        if names:
+            programs = replace(programs, model=model)
+        return programs, self.estimate(programs)
+
+    def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
+        """Find the latents whose prior the model counts; the step is repeated if there are some."""
+        analysis = self.sampler.analyses.of(programs)
+        with rewindable(True) as rewind:
+            estimate = self.estimate(programs)
+            names = without_prior(programs, estimate.runs[0])
+            before, model = analysis.before(_COUNTED, (names, None))
+            if names and (model is None or names != before):
+                model = with_priors(programs.model, names)
+            analysis.put(_COUNTED, (names, model))
+            if not names:
+                return programs, estimate
+            rewind()
+            return self._counted(programs)
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
-            estimate = self.estimate(programs)
+            programs, estimate = self._counted(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
         self._warnings.check(programs, estimate.runs, self._weighs)
@@ -616,8 +657,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         Return minus the bound, as a scalar tensor whose ``backward`` adds the gradient estimate.
 
-        Checks that the value, and after ``backward`` the gradient, are finite only while Pyro's
-        validation is enabled, so that without validation no value leaves the device.
+        If Pyro's validation is enabled, the value and, after ``backward``, the gradient are checked
+        for finiteness. Without validation the host reads no value from the device.
 
         :raises ValueError: as :meth:`loss`; in ``backward`` as :meth:`loss_and_grads`.
         """
@@ -641,9 +682,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         :returns: the loss in nats, as :meth:`loss`.
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
-            been accumulated then. And naming the parameters whose gradient is not finite though the
-            loss is; the gradients of the step's parameters are None then, so that no optimizer can
-            train on them.
+            been accumulated in this case. Or naming the parameters whose gradient is not finite
+            although the loss is; the gradients of the step's parameters are then set to None, so
+            that no optimizer uses them.
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
         if not estimate.surrogate.requires_grad or is_recording():
@@ -657,7 +698,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return loss
 
     def _checked_backward(self, estimate: Estimate) -> float:
-        """Accumulate the gradient; the loss and whether it is finite leave a device at once."""
+        """Accumulate the gradient. Read the loss and the check from the device together."""
         check, free = GradientCheck(estimate.runs, self), costs_nothing_to_read(estimate.value)
         loss = finite_loss(estimate) if free else math.nan
         self._backward(estimate.surrogate)
@@ -686,7 +727,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         :returns: :class:`.Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
             ``bounds.total`` is minus the loss.
-        :raises NotImplementedError: for an objective of one's own without a value per datum.
+        :raises NotImplementedError: for a custom objective without a value per datum.
 
         Example::
 
@@ -708,7 +749,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         with torch.no_grad():
             programs = Programs(model, guide, args, kwargs)
-            make_bounds = self.estimate(programs).bounds
+            programs, estimate = self._counted(programs)
+            make_bounds = estimate.bounds
             if make_bounds is None:
                 raise NotImplementedError(
                     f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), "

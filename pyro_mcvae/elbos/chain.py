@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-import pyro
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
@@ -36,12 +34,13 @@ from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.stored_module import StoredModule
 from pyro_mcvae.programs.types import NothingToMoveError, Site
 from pyro_mcvae.structure.finder import StructureFinder
 
-# Defensive mixtures: a chain that is lost counts as its first draw.
+# Defensive mixtures: a diverged chain has about the weight of its first draw.
 
-# Costs a bound of good chains 0.01 nats; a lost one costs log(100) = 4.6 nats over a plain draw.
+# Good chains lose 0.01 nats. A diverged chain loses log(100) = 4.6 nats against its first draw.
 _BY_DEFAULT = 0.01
 
 
@@ -52,7 +51,7 @@ def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> f
     :param weight: the user's value; None for the default, which is 0 unless the default kernel is
         trained.
     :param bool reweighted: whether the gradient is the reweighted one.
-    :raises ValueError: for invalid values, and for the reweighted gradient, in which no chain can
+    :raises ValueError: for invalid values, and for the reweighted gradient, where no chain can
         dominate a step.
     """
     if weight is None:
@@ -69,7 +68,7 @@ def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> f
 
 def defensive_mixture(chain: Chain, weight: float) -> Tensor:
     r"""
-    Return the log weight of a mixture of an unadjusted chain and its beginning.
+    Return the log weight of a mixture of an unadjusted chain and its first draw.
 
     .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big)
 
@@ -82,7 +81,7 @@ def defensive_mixture(chain: Chain, weight: float) -> Tensor:
     return torch.where(usable, torch.logaddexp(log_weight, first), chain.log_weight)
 
 
-# What the chains of one step did.
+# The record of the chains of one step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +91,11 @@ class ChainRecord:
 
     :ivar ~torch.Tensor acceptance: the mean acceptance probability of each transition, shape
         ``[transitions]``; for unadjusted kernels the acceptance that their moves would have had.
-    :ivar ~torch.Tensor step_size: the step size, a scalar or shape ``[D]``; one row for each
-        transition if they differ.
+    :ivar ~torch.Tensor step_size: the step size, a scalar or shape ``[D]``; with one row for each
+        transition if transitions have different step sizes.
     :ivar ~torch.Tensor betas: the schedule, shape ``[num_steps + 1]``.
     :ivar ~torch.Tensor log_weight: the chains' log weights W, shape ``[num_particles, *plates]``;
-        of guides with discrete sites ``[num_particles, slots, *plates]``.
+        for guides with discrete sites ``[num_particles, slots, *plates]``.
     :ivar slot_weight: the weight of each slot, of the same shape; None without discrete sites.
     """
 
@@ -116,13 +115,13 @@ class ChainRecord:
 
     @property
     def effective_sample_size(self) -> Tensor:
-        """Kish's effective number of chains per datum, shape ``[*plates]``."""
+        """Return Kish's effective number of chains per datum, shape ``[*plates]``."""
         if self.slot_weight is None:
             return effective_sample_size(self.log_weight)
         return effective_sample_size((self.log_weight + self.slot_weight.log()).flatten(0, 1))
 
 
-# What SIS and AIS share: the programs as a density to anneal, and a record of each step.
+# The base of SIS and AIS: model and guide as an annealed density, and a record of each step.
 
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["auto", "reparam", "reweighted"]
@@ -137,12 +136,10 @@ _OVERFLOW = (
 
 # Whether chains move the latents of the programs.
 _MOVES = ("moves",)
-# In the order of creation, so that a program run again finds its parameters in the store.
-_numbers = itertools.count()
 
 
 class ChainOptions(ELBOOptions, total=False):
-    """What every annealed objective takes by name."""
+    """The keyword arguments of every annealed objective."""
 
     coordinates: ChainCoordinates
     gradient_estimator: ChainGradient
@@ -153,9 +150,9 @@ class ChainOptions(ELBOOptions, total=False):
     baseline: Baseline | None
 
 
-class ChainELBO(MonteCarloELBO, nn.Module):
+class ChainELBO(MonteCarloELBO, StoredModule):
     """
-    Base class of the annealed objectives: a module that holds their kernel and schedule.
+    Base class of the annealed objectives: a module with their kernel and schedule.
 
     :ivar last_step: the :class:`ChainRecord` of the last step; None before the first.
     """
@@ -182,13 +179,13 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        nn.Module.__init__(self)
+        StoredModule.__init__(self)
         check_flag("multi_sample", multi_sample)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
         self.multi_sample, self.coordinates = multi_sample, coordinates
         self.gradient_estimator = gradient_estimator
-        # A kernel that is given, the papers' say, goes along the papers' schedule.
+        # With a kernel, such as that of a paper, the default schedule is that of the papers.
         trained = kernel is None and gradient_estimator != "reweighted"
         default = LearnedSchedule if trained else LinearSchedule
         self.schedule = as_schedule(schedule, num_steps, default)
@@ -197,7 +194,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.kernel.check_transitions(self.num_steps)
         self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
-        self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
             if isinstance(step_size, AdaptiveStepSize):
                 step_size.use_coordinates(coordinates)
@@ -209,27 +205,22 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.slots: SlotPlanner | None = None  # discrete sites are drawn
         if self._has_slots:
             self.slots = SlotPlanner(site_options, common=multi_sample)
-            # A site that is marked for enumeration has all of its values for slots.
+            # A site that is marked for enumeration has a slot for each of its values.
             self.sampler.runner.strict_enumeration = False
-        # Roots tell whether a guide is mean-field, which then need not be run again.
+        # A mean-field guide, which its roots determine, does not have to run again.
         self.sampler.structures = StructureFinder(joint, True, self.sampler.analyses)
         self._smoothness = Smoothness(gradient_estimator == "auto", self.sampler.analyses)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        # A copy trains its own parts, which the store must not take for the original's.
-        super().__setstate__(state)
-        self.param_name = f"{type(self).__name__}_{next(_numbers)}"
-
     @property
     def num_steps(self) -> int:
-        """K, the number of annealing steps."""
+        """Return K, the number of annealing steps."""
         return self.schedule.num_steps
 
     def _weighs(self, site: Site) -> bool:
         return not (self._has_slots and is_discrete(site))  # slots are averaged over
 
     def estimate(self, programs: Programs) -> Estimate:
-        # Where no latent can be moved for one datum, the draws are averaged instead.
+        # If no latent has a weight per datum, the draws are averaged instead.
         analysis = self.sampler.analyses.of(programs)
         if analysis.get(_MOVES) is False:
             sample = self.sampler.sample(programs)
@@ -252,9 +243,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
-                # SVI optimises what a step touches through Pyro's parameter store. Values that were
-                # loaded there are these parts' own, or they would never be trained again.
-                pyro.module(self.param_name, self, update_module_params=True)
+                self.add_to_store()
             chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
@@ -315,7 +304,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _surrogate(
         self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor
     ) -> Tensor:
-        """Per datum, a tensor with the gradient: ``[*plates]``; the bound if it is."""
+        """
+        Return a tensor of shape ``[*plates]`` with the gradient; the bound itself if it has it.
+        """
         if self.gradient_estimator == "reweighted":
             return _reweighted(density, chain, slots)
         if self.kernel.adjusted:
@@ -336,7 +327,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
             start = density.start()
             if start.grad_base is not None:
-                # Let the step size see where the chains start.
+                # Initialize the step size at the start of the chains.
                 first = of_moving(start.grad_base.detach(), movable)
                 self.kernel.step_size.begin(first, self.training and density.gradient.keeps_graph)
             # The weight does not depend on AIS's last move, but a refined draw does.
@@ -344,7 +335,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             chain = anneal(start, betas, self.kernel, density, movable, last)
         log_weight = self._log_weight(chain)
         if self.kernel.adjusted:
-            # Every move by parameters of NaN is rejected, as if nothing were wrong.
+            # With NaN parameters every move would be rejected, without an error.
             for p in self.kernel.parameters():
                 log_weight = log_weight + 0 * p.detach().sum()
         chain = replace(chain, weight=slots.row_weight, log_weight=log_weight)
@@ -363,7 +354,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _adapt(self, chain: Chain) -> None:
         step_size = self.kernel.step_size
         if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
-            return  # nothing to learn, and no rank to be waited for
+            return  # nothing to adapt, and no need to wait for other ranks
         acceptance, gradient = chain.mean_acceptance, chain.gradient
         if num_ranks() > 1:
             acceptance, gradient = self._over_ranks(acceptance, gradient)
@@ -446,46 +437,47 @@ class TraceSIS_ELBO(ChainELBO):
     r"""
     Sequential importance sampling with unadjusted Langevin moves: L-MCVAE of Thin et al. [1].
 
-    The guide's draw :math:`z_0` is moved K times along :math:`\log \gamma_\beta = (1 - \beta) \log
-    q(z \mid x) + \beta \log p(x, z)` towards the posterior. The densities of its moves enter its
-    log weight:
+    A draw :math:`z_0` of the guide is moved K times along :math:`\log \gamma_\beta = (1 - \beta)
+    \log q(z \mid x) + \beta \log p(x, z)` towards the posterior. Its log weight has the densities
+    of the moves:
 
     .. math::
         W = -\log q(z_0 \mid x) + \sum_{k=1}^K
               \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)} + \log p(x, z_K),
         \qquad L = E[W] \le \log p(x),
 
-    where :math:`m_k` moves with respect to :math:`\gamma_{\beta_k}`. :math:`E[\exp W] = p(x)` for
-    any kernel, step size and schedule, so L is a lower bound. It is per datum; N/B stays outside,
-    and global latents enter as in :class:`TraceIWAE_ELBO`. Everything is reparameterized: one
-    backward pass differentiates the whole chain, including the gradients of the model.
+    where :math:`m_k` is the density of a move for :math:`\gamma_{\beta_k}`. :math:`E[\exp W] =
+    p(x)` for any kernel, step size and schedule, so L is a lower bound. It is computed per datum.
+    N/B is outside the logarithm, and global latents are handled as in :class:`TraceIWAE_ELBO`. The
+    chain is reparameterized: one backward pass differentiates the whole chain, including the
+    gradients of the model.
 
     * **Cost**: K + 1 evaluations of the model with its gradient; the guide runs once if its sites
       do not depend on each other, and otherwise with each evaluation.
-    * **Coordinates**: chains move the noise :math:`\epsilon` of the guide's draws
-      :math:`z = T(\epsilon)` by default, with
+    * **Coordinates**: by default, chains move the noise :math:`\epsilon` of the guide's draws
+      :math:`z = T(\epsilon)`, with
       :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
-      Noise has unit scale, so that one step size is enough, for any support, AutoGuide or flow.
+      The noise has unit scale, so one step size is enough for any support, AutoGuide or flow.
       ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit
       noise (Gamma, Beta, Dirichlet) always move as unconstrained latents.
-    * **Transitions**: each has a separate step size and momentum
-      (:meth:`UnderdampedLangevin.trained`). They train with the bound, as the schedule does. They
+    * **Transitions**: each transition has a separate step size and momentum
+      (:meth:`UnderdampedLangevin.trained`). These and the schedule are trained with the bound. They
       are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
-      guide).parameters()``. Step sizes start small and adapt for 100 training steps before they
-      train; without an optimizer they continue to adapt. ``eval()`` freezes the adaptation. If a
-      kernel is given, the default schedule is linear and ``defensive`` is 0: ``kernel=ULA()`` is
-      the paper's chain.
+      guide).parameters()``. Step sizes start small and adapt for 100 training steps before they are
+      trained; without an optimizer they continue to adapt. ``eval()`` freezes the adaptation. If
+      you pass a kernel, the default schedule is linear and ``defensive`` is 0. ``kernel=ULA()`` is
+      the chain of the paper.
     * **Diverged chains**: an unadjusted step that is too long is not rejected, and its weight and
-      gradient may have any size. This can ruin a model early in training. So each weight is a
-      defensive mixture [2] with the importance weight of the chain's first draw,
+      gradient can be arbitrarily large. This can harm a model early in training. Therefore each
+      weight is a defensive mixture [2] with the importance weight of the chain's first draw,
 
       .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
           \qquad E[e^{W'}] = p(x),
 
-      with :math:`\alpha` = ``defensive``, 0.01 by default. A diverged chain then has the weight and
-      gradient of its first draw. A good chain costs 0.01 nats.
+      with :math:`\alpha` = ``defensive``, 0.01 by default. A diverged chain then has about the
+      weight and gradient of its first draw. A good chain loses 0.01 nats.
     * **Masks**: coordinates that are masked in the guide do not move.
-    * **Discrete sites** of the guide keep their values. Each slot of their values has its own
+    * **Discrete sites** of the guide keep their values along a chain. Each slot has a separate
       chain, and
 
       .. math:: L = \sum_y q(y) E[W_y], \qquad
@@ -497,18 +489,18 @@ class TraceSIS_ELBO(ChainELBO):
 
     **Kinks.** The gradient of L needs second derivatives of log p. If the first derivative jumps,
     as with ReLU, autograd ignores the jump, and the gradient of L is biased.
-    ``gradient_estimator="auto"`` finds such operations and names them in a log line. It smooths
-    them in the moves of the chain only: there :math:`\max(d, 0)` has the derivative
+    ``gradient_estimator="auto"`` detects such operations and logs their names. It smooths them only
+    in the moves of the chain: there the derivative of :math:`\max(d, 0)` is
     :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a fifth of the spread of d. Chains may
     move along any function of their position, so :math:`E[\exp W] = p(x)` still holds, and the
     gradient is that of L. ``"reparam"`` does not smooth. Jumps that cannot be smoothed
-    (``torch.where``, sorting, max pooling, custom functions) are named too.
+    (``torch.where``, sorting, max pooling, custom functions) are logged, too.
 
     **Reweighted gradient.** ``gradient_estimator="reweighted"`` runs the chain without a graph. It
-    has about half the cost, its memory does not grow with K, and models without double backward can
-    use it. The model's gradient is :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)` with the
-    normalised weights of the chains. The guide's gradient is that of the plain ELBO. As in
-    reweighted wake-sleep, it is biased for finitely many particles. The reported value is still L.
+    takes about half the time, its memory does not grow with K, and it works for models without
+    double backward. The gradient of the model is :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)`
+    with the normalized weights of the chains. The gradient of the guide is that of the plain ELBO.
+    As in reweighted wake-sleep, it is biased for finitely many particles. The reported value is L.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an unadjusted kernel: :class:`UnderdampedLangevin`, :class:`ULA`, or a
@@ -518,26 +510,26 @@ class TraceSIS_ELBO(ChainELBO):
         :class:`LearnedSchedule`, or :class:`LinearSchedule` if a kernel is given or with the
         ``"reweighted"`` gradient.
     :param int num_particles: independent chains, whose W are averaged.
-    :param bool multi_sample: average :math:`\exp W` inside the logarithm instead, which is
-        tighter for several particles.
+    :param bool multi_sample: average :math:`\exp W` inside the logarithm, which gives a tighter
+        bound for several particles.
     :param float defensive: :math:`\alpha`, from 0 to below 1. The default is 0.01, and 0 if a
         kernel is given or with the ``"reweighted"`` gradient.
     :param str coordinates: ``"noise"`` or ``"latent"``.
     :param str gradient_estimator: ``"auto"``, ``"reparam"`` or ``"reweighted"``.
-    :param bool joint: move and weigh global latents together with local ones, one weight over
-        everything; without subsampled plates only.
-    :param num_categories: the most probable values of each discrete site of the guide, to be
-        summed; 1 by default, ``math.inf`` for all.
-    :param int num_samples: draws from the others; 1 by default.
-    :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param bool joint: compute one weight over everything, for global and local latents together.
+        This needs the full data.
+    :param num_categories: the number of most probable values of each discrete site of the guide
+        that are summed; 1 by default, ``math.inf`` for all.
+    :param int num_samples: the number of draws from the other values; 1 by default.
+    :param budget: the sum of both numbers, as in :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
     :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an adjusted kernel, counts out of range; at the first step for programs in which no
-        latent can be weighed by itself, and for discrete sites that cannot have slots.
+        an adjusted kernel, counts out of range; at the first step for models and guides in
+        which no latent has a separate weight, and for discrete sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
@@ -604,36 +596,37 @@ class TraceAIS_ELBO(ChainELBO):
     r"""
     Annealed importance sampling with Metropolis-adjusted moves: A-MCVAE of Thin et al. [1].
 
-    The guide's draw :math:`z_0` is moved along
+    A draw :math:`z_0` of the guide is moved along
     :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)` by kernels that
-    leave :math:`\gamma_{\beta_k}` invariant, and
+    leave :math:`\gamma_{\beta_k}` invariant. The bound is
 
     .. math::
         W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log \frac{p(x, z_{k-1})}{q(z_{k-1} \mid x)},
         \qquad L = E[W] \le \log p(x),
 
-    per datum. The moves of each datum are accepted separately; N/B and global latents stay outside
-    as in :class:`TraceIWAE_ELBO`. Gradients pass through the draws, the moves and the densities.
-    The accept decisions :math:`a_k` are not reparameterized and add the score-function term
+    per datum. Moves are accepted separately for each datum. N/B is outside the logarithm, and
+    global latents are handled as in :class:`TraceIWAE_ELBO`. Gradients pass through the draws, the
+    moves and the densities. The accept decisions :math:`a_k` are not reparameterized, so they add
+    the score-function term
 
     .. math::
         \sum_k (R_k - b_k)\, \nabla \log \Pr(a_k), \qquad
         R_k = \sum_{j > k} (\beta_{j+1} - \beta_j) \log w(z_j),
 
-    with the mean of the other particles' :math:`R_k` as the baseline :math:`b_k`. The paper uses
-    the whole W as the signal. Here it is :math:`R_k`, the part after the decision, and the last
-    move is left out, because W does not depend on it. The expectation is the same, with less noise.
-    W needs 2K - 1 evaluations of the model with its gradient (K with :class:`MALA`, one less than
+    The baseline :math:`b_k` is the mean of :math:`R_k` over the other particles. The paper uses the
+    whole W as the signal. This class uses :math:`R_k`, the part after the decision, and omits the
+    last move, because W does not depend on it. The expectation is the same, with less noise. W
+    needs 2K - 1 evaluations of the model with its gradient (K with :class:`MALA`, one less than
     :class:`TraceSIS_ELBO`).
 
-    By default a move is two leapfrog steps of :class:`HMC`, and the schedule trains with the bound.
-    One move in 33 is always rejected (``laziness``), which bounds the score of a rejection. The
-    step size starts small and adapts after each training step; ``eval()`` freezes it.
-    ``kernel=MALA()`` is the paper's chain, with a linear schedule by default.
+    By default a move is two leapfrog steps of :class:`HMC`, and the schedule is trained with the
+    bound. One move in 33 is always rejected (``laziness``), which bounds the score of a rejection.
+    The step size starts small and adapts after each training step; ``eval()`` freezes it.
+    ``kernel=MALA()`` is the chain of the paper, with a linear schedule by default.
 
     Coordinates, masks, discrete sites, kinks such as those of ReLU, and the ``"reweighted"``
-    gradient are as in :class:`TraceSIS_ELBO`. The ``"reweighted"`` gradient also makes the last
-    move, and works with one particle.
+    gradient are as in :class:`TraceSIS_ELBO`. With the ``"reweighted"`` gradient the last move is
+    not omitted, and one particle is enough.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an adjusted kernel: :class:`HMC` (the default, with two leapfrog steps),
@@ -643,16 +636,16 @@ class TraceAIS_ELBO(ChainELBO):
         ``"reweighted"`` gradient.
     :param int num_particles: independent chains, whose W are averaged; at least 2 for the
         baseline, unless K is 1.
-    :param bool multi_sample: average :math:`\exp W` inside the logarithm instead, which is
-        tighter for several particles; the signal is then VIMCO's.
+    :param bool multi_sample: average :math:`\exp W` inside the logarithm, which gives a tighter
+        bound for several particles. The learning signal is then that of VIMCO.
     :param str coordinates: ``"noise"`` or ``"latent"``.
     :param str gradient_estimator: ``"auto"``, ``"reparam"`` or ``"reweighted"``.
-    :param bool joint: move and weigh global latents together with local ones, one weight over
-        everything; without subsampled plates only.
-    :param num_categories: the most probable values of each discrete site of the guide, to be
-        summed; 1 by default, ``math.inf`` for all.
-    :param int num_samples: draws from the others; 1 by default.
-    :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param bool joint: compute one weight over everything, for global and local latents together.
+        This needs the full data.
+    :param num_categories: the number of most probable values of each discrete site of the guide
+        that are summed; 1 by default, ``math.inf`` for all.
+    :param int num_samples: the number of draws from the other values; 1 by default.
+    :param budget: the sum of both numbers, as in :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
     :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
@@ -660,8 +653,8 @@ class TraceAIS_ELBO(ChainELBO):
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
         an unadjusted kernel, one particle with the full gradient, counts out of range; at the first
-        step for programs in which no latent can be weighed by itself, and for discrete sites that
-        cannot have slots.
+        step for models and guides in which no latent has a separate weight, and for discrete sites
+        that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational

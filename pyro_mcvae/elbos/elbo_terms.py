@@ -1,8 +1,4 @@
-"""
-The plain ELBO of whole runs, and of the global latents around the bounds of local ones.
-
-Its value, its surrogate, and its score-function terms.
-"""
+"""The plain ELBO of whole runs, or of the global latents around the bounds of local latents."""
 
 from __future__ import annotations
 
@@ -31,9 +27,9 @@ class Cost(NamedTuple):
 
     :ivar term: the site's term.
     :ivar value: batch-shaped summand without the plates' N/B.
-    :ivar path: what its gradient passes through: ``value``, another tensor, or 0.
-    :ivar closed: whether the value is the same for every draw of the site, as a divergence in
-        closed form: then no score function of it is needed.
+    :ivar path: the tensor that has its gradient: ``value``, another tensor, or 0.
+    :ivar closed: whether the value is the same for every draw of the site, as for a closed-form
+        divergence. It then needs no score function of the site.
     """
 
     term: Term
@@ -43,7 +39,7 @@ class Cost(NamedTuple):
 
     @property
     def is_pathwise(self) -> bool:
-        """Return whether the value's own gradient is all of the gradient."""
+        """Return whether the gradient of the value is the whole gradient."""
         return self.path is self.value and not isinstance(self.term.score, Tensor)
 
 
@@ -94,9 +90,9 @@ def elbo_estimate(
     """
     Return the plain ELBO and its gradient, averaged over the particles.
 
-    :param runs: one vectorised run, or one run per particle.
+    :param runs: one vectorized run, or one run per particle.
     :param costs: the costs of each run.
-    :param coupled: for factors across whose plates latents meet, these plates.
+    :param coupled: for factors that depend on several elements of a plate, these plates.
     """
     each, wanted = 1 / num_particles, torch.is_grad_enabled()
     path = add_up(elbo_surrogate(c, coupled) for c in costs) if wanted else 0.0
@@ -133,8 +129,8 @@ def local_estimate(
     the gradient of :math:`E[L]` unbiased for any function L of the particles. An objective with a
     less noisy signal, such as VIMCO's, adds that to its surrogate and passes ``scored=True``.
 
-    If no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
-    plain ELBO, averaged over the particles.
+    If no latent has a weight per datum (all latents are global and a plate is subsampled), the
+    estimate is the plain ELBO, averaged over the particles.
 
     :class:`MonteCarloELBO` has an example.
 
@@ -157,7 +153,7 @@ def weighted_estimate(
     """
     Return the estimate of :func:`local_estimate`, without its check of shapes.
 
-    :param bound: the surrogate itself, if its gradient is all of the gradient.
+    :param bound: the surrogate itself, if its gradient is the whole gradient.
     """
     is_own, total = surrogate is bound, times(surrogate, sample.scale).sum()
     bound = bound.detach()
@@ -182,7 +178,7 @@ def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None 
     """
     Return the plain ELBO of a sample, with any weights.
 
-    :param costs: of each run; log p and -log q of every site if they are left out.
+    :param costs: the costs of each run; by default log p and -log q of every site.
     """
     costs, coupled = costs or _all_costs(sample), sample.structure.coupled
     estimate = elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
@@ -201,10 +197,10 @@ def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
     """
-    Sum the log densities of data that the guide observes, averaged over particles and outside every
-    weight, as in Pyro.
+    Sum the log densities of data that the guide observes, averaged over particles. As in Pyro, they
+    are outside the weights.
 
-    :returns: its value, and a scalar with its gradient; 0 where there is none.
+    :returns: the value, and a scalar with its gradient; 0 if there are no such data.
     """
     return _observed(sample) if any(run.guide_data for run in sample.runs) else (0, 0)
 
@@ -220,7 +216,7 @@ def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
 
 def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
-    """Return the estimate of everything global, around the scaled bounds of the data."""
+    """Return the estimate of all global terms plus the scaled bounds of the data."""
     costs = elbo_costs(sample.global_terms())
     path: Sum = 0
     if costs and torch.is_grad_enabled():
@@ -247,11 +243,11 @@ def elbo_surrogate(
     extra: MultiFrameTensor | None = None,
 ) -> Sum:
     """
-    Return a scalar whose gradient is the ELBO's: pathwise, plus score-function terms.
+    Return a scalar with the gradient of the ELBO: the pathwise gradient and score-function terms.
 
-    :param coupled: for factors across whose plates latents meet, these plates.
-    :param extra: further detached costs with their plates, downstream of every site, that enter
-        the score-function terms only.
+    :param coupled: for factors that depend on several elements of a plate, these plates.
+    :param extra: more detached costs with their plates, downstream of every site. They enter only
+        the score-function terms.
     """
     pairs = ((c.path, c.term.plate_scale) for c in costs)
     paths = add_up(times(p.sum(), scale) for p, scale in pairs if isinstance(p, Tensor))
@@ -268,9 +264,9 @@ def score_function_term(
     r"""
     Return :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
 
-    :math:`R_i` sums the costs over the plates that do not enclose the site: what lies in other
-    elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization), but
-    where the elements were found to meet. Nor does the site's own divergence in closed form.
+    :math:`R_i` sums the costs over the plates that do not enclose the site. Costs of other elements
+    of its plates do not depend on it (Pyro's plate-wise Rao-Blackwellization), unless a factor
+    depends on several elements. The closed-form divergence of the site does not depend on its draw.
     """
     scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
     closed = {c.term.key.name: c for c in costs if c.closed and c.term.key not in coupled}

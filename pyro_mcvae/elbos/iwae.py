@@ -37,9 +37,9 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, FactorKey, Site
 from pyro_mcvae.structure.finder import StructureFinder
 
-# Which mixture of the plain and the doubly reparameterized gradient has the least noise.
+# The mixture of the plain and the doubly reparameterized gradient with the least noise.
 
-# A slope has to be so many of its standard errors away from 0 to count.
+# A slope within this many standard errors of 0 is set to 0.
 _STANDARD_ERRORS = 2
 
 
@@ -57,18 +57,19 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
         -\frac{b}{\sigma} \bar\epsilon \qquad \text{and} \qquad
         \frac{(1 - b) f}{\sigma} \bar\epsilon ,
 
-    with f the mean factor that the doubly reparameterized one puts on a draw's gradient (one over
-    the effective number of particles, for alpha = 0), so that this noise cancels in the mixture
-    with the coefficient :math:`\lambda = b / (b + (1 - b) f)`.
+    where f is the mean factor of a draw in the doubly reparameterized gradient (for alpha = 0, one
+    over the effective number of particles). This noise cancels in the mixture with the coefficient
+    :math:`\lambda = b / (b + (1 - b) f)`.
 
-    Any coefficient that does not depend on the draw itself leaves the gradient unbiased. So the
-    even data use a coefficient from the odd data, and vice versa; with one datum, the same holds
-    for particles. A slope within two standard errors of 0 is set to 0, the plain gradient, and
-    larger ones are shrunk, as by Stein's estimator. In distributed training each process uses its
-    own data, so coefficients differ between processes, but the mean gradient does not.
+    If the coefficient does not depend on the draw itself, the gradient is unbiased. Therefore even
+    data use a coefficient from the odd data, and vice versa. With one datum, the particles are
+    divided in the same way. A slope within two standard errors of 0 is set to 0, which is the plain
+    gradient. Larger slopes are shrunk, as by Stein's estimator. In distributed training each
+    process uses its own data, so coefficients differ between processes, but the mean gradient is
+    the same.
 
     :param ~torch.Tensor log_weight: log p - log q of all sites, shape ``[K, *plates]``, detached.
-    :param ~torch.Tensor log_q: log q of the sites whose gradient is mixed, of that shape, detached.
+    :param ~torch.Tensor log_q: log q of the sites whose gradient is mixed, same shape, detached.
     :param float alpha: the order of the Rényi bound whose gradient it is.
     :returns: :math:`\lambda` between 0 and 1, shape ``[*plates]``; ``[K, *plates]`` for one datum.
     """
@@ -76,28 +77,31 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
     count = math.prod(shape[1:])
     q, w = _in_columns(log_q, count), _in_columns(log_weight, count)
     rows, columns = w.shape
-    # Of the points of every second column, a mean of each and one slope are spent.
+    # Degrees of freedom: a mean of each column and one slope are estimated.
     freedom = columns // 2 * (rows - 1) - 1
     if freedom < 1:
         return torch.zeros(shape[1:], dtype=log_q.dtype, device=log_q.device)
-    # Exactly 0 where the density is constant, and NaN where a weight is zero: such a datum has no
-    # slope, and is left out of the sums.
+    # Exactly 0 where the density is constant, and NaN where a weight is zero. Such data have no
+    # slope, and are left out of the sums.
     q = torch.add(q - q[0], w, alpha=0)
     weight = (w if alpha == 0 else (1 - alpha) * w).softmax(0)
-    variances = torch.stack([q, w, q + w, weight]).var(1).nan_to_num(0.0)
-    # Over the odd columns, for the even ones, and the other way around.
-    qq, ww, pp, spread = variances.reshape(4, -1, 2).sum(1).flip(1).unbind()
+    # Sums of squared deviations; torch.var takes ten times as long along this dim.
+    deviations = torch.stack([q, w, q + w, weight])
+    deviations = deviations - deviations.mean(1, keepdim=True)
+    squares = torch.linalg.vecdot(deviations, deviations, dim=1).nan_to_num(0.0)
+    # Sum over the odd columns for the even columns, and vice versa.
+    qq, ww, pp, spread = squares.reshape(4, -1, 2).sum(1).flip(1).unbind()
     # Twice the covariance of log q and log p. A slope b = pq / 2 qq has the squared relative error
     # (4 pp qq / pq^2 - 1) / freedom, of which it loses four times as much; all in units of b.
     pq, noise = (qq + pp - ww).clamp(min=0), _STANDARD_ERRORS**2 / freedom
     one = 2 / (1 + noise)
     slope = torch.addcdiv(pq / qq, pp, pq, value=-2 * noise * one).clamp(0, one)
     # The mean factor is alpha + (1 - alpha) sum_k w_k^2 over all K, and the sum over the weights of
-    # a column is (rows - 1) of their variances and 1 / rows.
-    unit = (1 - alpha) * rows * (rows - 1) / (num_particles * (columns // 2))
+    # a column is that of their squared deviations and 1 / rows.
+    unit = (1 - alpha) * rows / (num_particles * (columns // 2))
     factor = spread + (alpha + (1 - alpha) / num_particles) / unit
     coefficient = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
-    if alpha < 0:  # f may be negative, and the mixture of least noise far from both
+    if alpha < 0:  # f may be negative, and then the best mixture is far from both gradients
         coefficient = coefficient.clamp(0, 1)
     length = num_particles if count == 1 else count
     coefficient = coefficient.repeat((length + 1) // 2)
@@ -120,8 +124,8 @@ def _in_columns(value: Tensor, count: int) -> Tensor:
 
 class PathGradient:
     r"""
-    The gradient of :math:`\frac{1}{1 - \alpha} \log \frac{1}{K} \sum_k w_k^{1 - \alpha}` through
-    the guide's draws. For :math:`\alpha = 0` it is the gradient of the importance weighted bound.
+    Computes the gradient of :math:`\frac{1}{1 - \alpha} \log \frac{1}{K} \sum_k w_k^{1 - \alpha}`
+    through the draws of the guide. With :math:`\alpha = 0` this is the importance weighted bound.
 
     With :math:`\tilde w_k = w_k^{1 - \alpha} / \sum_j w_j^{1 - \alpha}` detached, the gradients
     with respect to a guide's parameters :math:`\phi` are
@@ -152,7 +156,7 @@ class PathGradient:
         self.needs_roots = self.estimator != "reparam"
 
     def costs(self, sample: WeightedParticles) -> list[list[Cost]]:
-        """Return the plain ELBO's costs of each run, for one particle, whose weight is 1."""
+        """Return the costs of the plain ELBO for each run, for one particle with weight 1."""
         return [
             [
                 Cost(c.term, c.value, -_path_log_q(c.term))
@@ -164,7 +168,7 @@ class PathGradient:
         ]
 
     def surrogate(self, sample: WeightedParticles, bound: Tensor) -> Tensor:
-        """Per datum, a tensor with the estimator's gradient: ``[*plates]``; the bound if it is."""
+        """Return a tensor ``[*plates]`` with the gradient; the bound itself if it has it."""
         chosen = [
             {t.key for t in run.terms if self._applies(sample, t, i)}
             for i, run in enumerate(sample.runs)
@@ -182,7 +186,7 @@ class PathGradient:
         if self.estimator != "stl":
             self._reparameterize_again(sample, chosen, factor)
         log_weight = _log_weight(sample, chosen) + score
-        # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
+        # Otherwise a zero weight would multiply a log weight of minus infinity, which gives NaN.
         return (weight * log_weight.masked_fill(weight == 0, 0.0)).sum(0)
 
     def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
@@ -216,7 +220,7 @@ class PathGradient:
 
 
 def _path_log_q(term: Term) -> Tensor:
-    """log q(z), up to its value, with a gradient through z alone."""
+    """Return log q(z), up to its value, with a gradient only through z."""
     return _log_q(term) - _score(term)
 
 
@@ -236,26 +240,26 @@ def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tens
 
 
 def _log_q(term: Term) -> Tensor:
-    """log q(z), with its gradient through z and through the parameters."""
+    """Return log q(z), with its gradient through z and through the parameters."""
     value = term.site["value"]
     if not may_cache(term.site["fn"]):
         return term.log_prob
-    # What is cached is of the tensor that was drawn, to which it has no path.
+    # The cached value belongs to the drawn tensor, and has no gradient path to this one.
     return masked(term.site, unscaled_log_prob(term.site, "guide", value.view_as(value)))
 
 
 def _score(term: Term) -> Tensor:
-    """log q(z), with its gradient through the distribution's parameters alone."""
+    """Return log q(z), with its gradient only through the parameters of the distribution."""
     value, scale = term.site["value"].detach(), term.site["scale"]
     if isinstance(scale, Tensor):
-        scale = scale.detach()  # whose own gradient has log q itself, and is no score
-    with unvalidated([term.site["fn"]]):  # which the term has been
+        scale = scale.detach()  # its gradient includes log q itself, and is not a score
+    with unvalidated([term.site["fn"]]):  # already computed by the term
         log_q = unscaled_log_prob(term.site, "guide", value)
     return masked({**term.site, "scale": scale}, log_q)
 
 
 def _second_factor(term: Term, weight: Tensor) -> Tensor:
-    """1 - c (1 - w), aligned with the site's value like ``weight``."""
+    """Return 1 - c (1 - w), aligned with the site's value like ``weight``."""
     scale, mask = inner_scale(term.site), term.site["mask"]
     if mask is None and not isinstance(scale, Tensor) and scale == 1.0:
         return weight
@@ -266,7 +270,7 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
 
 
 def _is_flow(fn: Distribution) -> bool:
-    """Return whether a density may be costly: one with transforms from outside torch."""
+    """Return whether a density may be expensive, because it has transforms from outside torch."""
     return any(not is_elementary(t) for t in transforms_of(fn)) or has_own_density(fn)
 
 
@@ -277,7 +281,7 @@ GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 
 class TraceIWAE_ELBO(MonteCarloELBO):
     r"""
-    The importance weighted bound of Burda et al. [1], one weight per datum:
+    The importance weighted bound of Burda et al. [1], with one weight per datum:
 
     .. math::
         L = \log p(\theta) - \log q(\theta)
@@ -285,49 +289,52 @@ class TraceIWAE_ELBO(MonteCarloELBO):
               \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
-    It is a lower bound on the log evidence for every K and minibatch size. It rises with K, and is
-    the ELBO for K = 1. It replaces ``RenyiELBO(alpha=0)``, which multiplies the weights by N/B, has
-    no gradient for discrete guides, and draws a minibatch per particle. For another alpha use
-    :class:`TraceRenyi_ELBO`.
+    It is a lower bound on the log evidence for every K and minibatch size. It increases with K, and
+    is the ELBO for K = 1. It replaces ``RenyiELBO(alpha=0)``, which multiplies the log weights by
+    N/B, has no gradient for discrete guides, and draws a minibatch per particle. For another alpha
+    use :class:`TraceRenyi_ELBO`.
 
-    * *Local* latents, inside the plates that all of them share, are drawn K times and weighed per
-      element of these plates. *Global* latents :math:`\theta`, outside every plate, are drawn
-      once per step and enter as in the plain ELBO. A program without plated latents has one
-      weight, over all its latents.
-    * The scale N/B of subsampled plates stays outside the logarithm. If all latents are outside a
+    * *Local* latents, inside the plates that all of them share, are drawn K times, with a weight
+      for each element of these plates. *Global* latents :math:`\theta`, outside every plate, are
+      drawn once per step and contribute the plain ELBO. A model without plates has one weight over
+      all latents.
+    * The scale N/B of subsampled plates is outside the logarithm. If all latents are outside a
       subsampled plate, as in Bayesian regression on minibatches, no importance weighted bound
-      exists. Then the K draws are averaged as in the plain ELBO, with a warning.
+      exists. The K draws are then averaged as in the plain ELBO, with a warning.
     * ``poutine.scale`` and ``poutine.mask`` act inside the weights: a scale tempers the weights and
       does not multiply the bound. To scale the bound, multiply the loss.
     * Extra runs of the model and guide determine which factors depend on which latents. A local
       latent that Python reads (``if z > 0``, ``z.item()``) is treated as affecting every other
       site. ``bounds(...).plates`` names the plates of the weights.
 
-    **Gradient estimators** have the same value and, for the model, the same gradient. For the
-    guide's reparameterized sites:
+    **Gradient estimators** have the same value and, for the model, the same gradient. They differ
+    for the reparameterized sites of the guide:
 
-    ``"reparam"`` the bound's own gradient, through the draws and the densities. ``"stl"`` drops the
-    gradient of log q with respect to its own parameters (*sticking the landing* [2]): less noise
-    near the optimum, but biased for K > 1. ``"dreg"`` doubly reparameterized [3]: unbiased, with a
-    signal-to-noise ratio that grows with K where that of ``"reparam"`` falls [4]. ``"auto"``
-    (default) the mixture of ``"reparam"`` and ``"dreg"`` with the least noise. The noise is
-    measured on other draws of the step, so the mixture is unbiased. It is close to ``"dreg"`` if
-    the guide is about right, and close to ``"reparam"`` if the guide is much narrower than the
-    posterior, as AutoGuides are initially. It is ``"reparam"`` for K = 1, for one weight over
-    everything with fewer than 6 particles, and for trained flows and other classes with their own
-    ``log_prob``, which ``"dreg"`` would have to evaluate again.
+    * ``"reparam"``: the gradient of the bound, through the draws and the densities.
+    * ``"stl"``: without the gradient of log q for the parameters of q (*sticking the landing* [2]).
+      It has less noise near the optimum, but is biased for K > 1.
+    * ``"dreg"``: doubly reparameterized [3]. It is unbiased, and its signal-to-noise ratio grows
+      with K, while that of ``"reparam"`` decreases [4].
+    * ``"auto"`` (default): the mixture of ``"reparam"`` and ``"dreg"`` with the least noise.
+    * ``"vimco"``: the score function for all local sites.
 
-    ``"stl"`` and ``"dreg"`` act on the sites whose distribution does not depend on another
-    reparameterized draw of the guide; other sites of a structured guide use ``"reparam"``. So do
-    distributions masked by ``dist.mask`` (not by ``poutine.mask``), and those with a trained
-    support (``Uniform(low, high)``), which have no valid score function. Local sites that cannot be
-    reparameterized always use VIMCO [5], a score function with a leave-one-out baseline per datum
-    (for K = 1, Pyro's plate-wise score function); ``"vimco"`` uses it for all local sites.
+    The noise for ``"auto"`` is measured on other draws of the step, so the mixture is unbiased. It
+    is close to ``"dreg"`` if the guide nearly fits, and close to ``"reparam"`` if the guide is much
+    narrower than the posterior, as AutoGuides are initially. It is ``"reparam"`` for K = 1, for one
+    weight over everything with fewer than 6 particles, and for trained flows and other classes with
+    their own ``log_prob``, which ``"dreg"`` would have to evaluate again.
+
+    ``"stl"`` and ``"dreg"`` apply to sites whose distribution does not depend on another
+    reparameterized draw of the guide. Other sites of a structured guide use ``"reparam"``, and so
+    do distributions masked by ``dist.mask`` (not by ``poutine.mask``), and distributions with a
+    trained support (``Uniform(low, high)``), which have no valid score function. Local sites that
+    cannot be reparameterized always use VIMCO [5], a score function with a leave-one-out baseline
+    per datum (for K = 1, Pyro's plate-wise score function).
 
     :param int num_particles: K, the draws inside the logarithm.
     :param str gradient_estimator: one of the names above.
-    :param bool joint: use one weight over everything, with global latents drawn K times too;
-        without subsampled plates only. It is a tighter bound for few data with global latents.
+    :param bool joint: use one weight over everything, with K draws of the global latents. This
+        needs the full data, and gives a tighter bound for few data.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
@@ -358,7 +365,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         True
     """
 
-    # The order of the Rényi bound that this one is; another in a subclass.
+    # The order of the Rényi bound; subclasses have other orders.
     alpha: float = 0.0
     _also_fixed = frozenset({"alpha"})
 
@@ -404,7 +411,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         return self.sampler.sample(programs, lambda rows, shared: score_function_draws(shared))
 
     def _surrogate(self, sample: WeightedParticles, bound: Tensor) -> Tensor:
-        """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""
+        """Return a tensor ``[*plates]`` whose gradient estimates the gradient of the bound."""
         surrogate = self._path.surrogate(sample, bound)
         if sample.has_local_scores:
             score = sample.local_sum(lambda t, i: t.score)
@@ -419,7 +426,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
 class TraceRenyi_ELBO(TraceIWAE_ELBO):
     r"""
-    The variational Rényi bound of order alpha of Li and Turner [1], one weight per datum:
+    The variational Rényi bound of order alpha of Li and Turner [1], with one weight per datum:
 
     .. math::
         L_\alpha = \log p(\theta) - \log q(\theta)
@@ -427,21 +434,21 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
               \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)} \Big)^{1 - \alpha}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
-    For alpha from 0 to 1 it lies between the importance weighted bound and the ELBO, and is a lower
-    bound on the log evidence for every K. A larger alpha seeks a mode more, a smaller one covers
-    more; a negative one tends to an upper bound as K grows, and is no bound for a finite K.
+    For alpha from 0 to 1 it is between the importance weighted bound and the ELBO, and is a lower
+    bound on the log evidence for every K. Guides trained with a larger alpha concentrate on a mode,
+    and with a smaller alpha they cover more of the posterior. For a negative alpha, the value tends
+    to an upper bound as K grows, but is not a bound for finite K.
 
-    Plates, minibatches, global latents, scales and masks are treated as in
-    :class:`TraceIWAE_ELBO`, which it is for ``alpha=0``; so are the gradient estimators, with
-    :math:`w_k^{1 - \alpha}` in place of :math:`w_k` in normalised weights, and ``"dreg"`` and
-    VIMCO as they follow for the order alpha. It replaces ``RenyiELBO(alpha)``, which multiplies N/B
-    into the weights.
+    Plates, minibatches, global latents, scales and masks are handled as in :class:`TraceIWAE_ELBO`,
+    which is the case ``alpha=0``. The gradient estimators are the same, with :math:`w_k^{1 -
+    \alpha}` instead of :math:`w_k` in normalized weights. It replaces ``RenyiELBO(alpha)``, which
+    multiplies the log weights by N/B.
 
     :param float alpha: the order, other than 1.
     :param int num_particles: K, the draws inside the logarithm.
     :param str gradient_estimator: as in :class:`TraceIWAE_ELBO`.
     :param bool joint: one weight over everything, as in :class:`TraceIWAE_ELBO`.
-    :param options: Pyro's own; see :class:`MonteCarloELBO`.
+    :param options: arguments of Pyro's losses; see :class:`MonteCarloELBO`.
     :raises ValueError: for an alpha that is 1 or not finite, and as :class:`TraceIWAE_ELBO`.
 
     [1] Li, Turner (2016), *Rényi Divergence Variational Inference*.

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# Averages over the slots of a guide's discrete sites, and the score functions of these sites.
+# Averages over the slots of discrete guide sites, and the score functions of these sites.
 
 
 class OneSlot:
     """
-    The average over the rows of a sample without slots, in place of :class:`SlotAverage`.
+    The average over the rows of a sample without slots, instead of :class:`SlotAverage`.
 
     :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
-    :ivar row_weight: the same for each row, ``[rows, *plates]``.
+    :ivar row_weight: the weight of each row, ``[rows, *plates]``.
     """
 
     weight: Tensor | None = None
@@ -73,7 +73,7 @@ class OneSlot:
         return self.sum(self.each(value).mean(0))
 
     def chain(self, chain: Chain) -> Chain:
-        """Put the chains of each slot side by side, with the weights of :meth:`each`."""
+        """Concatenate the chains of all slots, with the weights of :meth:`each`."""
         return chain
 
     def normalized(self, log_weight: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class OneSlot:
 
     def without_entropy(self, surrogate: Tensor) -> Tensor:
         """
-        Remove the gradient of log q of the discrete draws inside the weights, whose mean is zero,
-        from a surrogate ``[*plates]``.
+        Remove the gradient of log q of the discrete draws from a surrogate ``[*plates]``. Its mean
+        is zero.
         """
         return surrogate
 
@@ -93,28 +93,28 @@ class OneSlot:
         """
         Return a scalar surrogate that includes the score-function terms.
 
-        :param cost: gives :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the
-            slots ``[S, *plates]``.
+        :param cost: returns :math:`L_s`, detached: ``[rows, *plates]``, or ``[S, *plates]`` if
+            particles share the slots.
         """
         return surrogate
 
 
 class SlotAverage(OneSlot):
     r"""
-    The sum over slots of what the rows of a sample are worth:
+    The weighted sum of the values of all slots:
 
-    .. math:: L = \sum_s w_s L_s, \qquad w_s = q(y_s) \text{ or } q(\text{rest}) / n,
+    .. math:: L = \sum_s w_s L_s, \qquad w_s = q(y_s) \text{ or } q(\bar C) / n,
 
-    where :math:`y_s` are the discrete values of slot s. With
+    where :math:`y_s` are the discrete values of slot s. The gradient estimate
 
     .. math:: \sum_s w_s \{\nabla L_s + (L_s - b_s) \nabla \log q(y_s)\}
 
-    its gradient has the mean of that of :math:`\sum_y q(y) L(y)`.
+    has the mean :math:`\nabla \sum_y q(y) L(y)`.
 
-    :param sample: whose rows are slots times particles, those of one slot side by side.
+    :param sample: a sample whose rows are slots times particles; the rows of a slot are adjacent.
     :param SlotDraws draws: the draws of the slots.
-    :param common: whether particles share the slots: then they may be averaged in another way than
-        by their mean before the sum.
+    :param common: whether particles share the slots. Their values can then be combined by any
+        function before the sum.
     """
 
     weight: Tensor
@@ -130,7 +130,7 @@ class SlotAverage(OneSlot):
 
     @staticmethod
     def of(sample: WeightedParticles, draws: SlotDraws | None, common: bool) -> OneSlot:
-        """Make the average of a sample; ``draws`` is None without slots."""
+        """Return the average of a sample. ``draws`` is None if there are no slots."""
         return OneSlot() if draws is None else SlotAverage(sample, draws, common)
 
     def fold(self, value: Tensor) -> Tensor:
@@ -173,10 +173,10 @@ class SlotAverage(OneSlot):
 
     def _surrogate(self, name: str, cost: Tensor, programs: Programs) -> Tensor:
         """
-        Return the surrogate of a site's distribution. Shapes are ``[slots, P, slots of sites
-        before, *plates]``.
+        Return the surrogate of a site's distribution. Shapes are ``[slots, P, slots of earlier
+        sites, *plates]``.
 
-        :param cost: of the site's block, ``[P, S, *plates]``.
+        :param cost: the cost of the site's block, ``[P, S, *plates]``.
         """
         plan, site = self._plan, self._plan.sites[name]
         beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
@@ -214,9 +214,7 @@ class SlotAverage(OneSlot):
         return self._sample.split(total)[self._plan.sites[name].block]
 
     def _block_weight(self, block: int) -> Tensor:
-        """
-        Return the weights of a block, zero for slots that it does not have: ``[rows, *plates]``.
-        """
+        """Return the weights of a block, zero for missing slots: ``[rows, *plates]``."""
         like = self._sample.split(self._sample.log_weight.detach())[block]
         slot = torch.arange(len(like), device=like.device) // self._draws.num_particles
         has = (slot < self._plan.size(block)).to(like.dtype)
@@ -227,7 +225,7 @@ class SlotAverage(OneSlot):
         return weight
 
     def _few(self, value: Tensor) -> Tensor:
-        """Reshape ``[rows, ...]`` to ``[P, S, ...]``, with one particle if all are equal."""
+        """Reshape ``[rows, ...]`` to ``[P, S, ...]``, with P = 1 if all particles are equal."""
         folded = self.fold(value)
         return folded[:1] if self._is_common else folded
 
@@ -239,7 +237,7 @@ class SlotAverage(OneSlot):
 
     def _by_slot(self, name: str, value: Tensor) -> Tensor:
         """
-        Reshape ``[P, S, ...]`` to ``[slots, P, slots of sites behind, slots of sites before,
+        Reshape ``[P, S, ...]`` to ``[slots, P, slots of later sites, slots of earlier sites,
         ...]``.
         """
         size = self._plan.size(self._plan.sites[name].block)
@@ -265,13 +263,13 @@ class SlotSums:
     r"""
     The expectation over the slots of a run, :math:`V = \sum_c \sum_s \prod_{i \in R(c)} w_i c`.
 
-    R(c) holds the sites that cost c depends on, and those that these depend on, and no others:
-    the weights of the others sum to one, but their gradients are noise. V is linear in each weight
-    and in each cost, so one backward pass through it gives the expected cost behind every slot
-    and the weight of every cost.
+    R(c) contains the sites that cost c depends on, directly or through other sites. The weights of
+    all other sites sum to one, but their gradients would be noise. V is linear in each weight and
+    in each cost, so one backward pass through V gives the expected cost of every slot and the
+    weight of every cost.
 
     :param SlotRun slot_run: an execution.
-    :param ancestors: for each factor the guide sites that it depends on, directly or not.
+    :param ancestors: for each factor, the guide sites that it depends on, directly or indirectly.
     """
 
     def __init__(self, slot_run: SlotRun, ancestors: Mapping[FactorKey, frozenset[str]]) -> None:
@@ -281,7 +279,7 @@ class SlotSums:
         self._leaves = {n: _named(s.weight.detach(), s.order) for n, s in self._scored.items()}
         self._keys = [self._key(cost) for cost in slot_run.costs]
         self._costs = slot_run.costs
-        # Costs that the same weights multiply are added first.
+        # Costs with the same weights are added first.
         self._alike: dict[tuple[_Key, Hashable], list[SlotCost]] = {}
         for cost, key in zip(self._costs, self._keys, strict=True):
             scale = id(cost.scale) if isinstance(cost.scale, Tensor) else cost.scale
@@ -289,7 +287,7 @@ class SlotSums:
         self._cache: dict[Hashable, Tensor] = {}
 
     def value(self) -> Tensor:
-        """V, detached."""
+        """Return V, detached."""
         with torch.no_grad():
             return self._sum(self._masses())
 
@@ -311,7 +309,7 @@ class SlotSums:
         return values
 
     def differentiate(self, programs: Programs) -> tuple[Tensor, Sum]:
-        """V, and a scalar with the gradient of the costs and of all sites' distributions."""
+        """Return V, and a scalar with the gradient of the costs and of all distributions."""
         leaves = list(self._leaves.values())
         with torch.enable_grad():
             for leaf in leaves:
@@ -331,9 +329,7 @@ class SlotSums:
     def _surrogate(
         self, site: ScoredSite, weight: Tensor, cost: Tensor | None, programs: Programs
     ) -> Tensor:
-        """
-        Return the surrogate of a site's distribution; ``cost`` is multiplied by its slots' weights.
-        """
+        """Return the surrogate of a site, whose ``cost`` includes the weights of its slots."""
         cost = torch.zeros_like(weight) if cost is None else cost
         with torch.no_grad():
             upstream = self._upstream(site)
@@ -349,7 +345,9 @@ class SlotSums:
         )
 
     def _key(self, cost: SlotCost) -> _Key:
-        """Costs of the same dims, sites and plates share the weights that multiply them."""
+        """
+        Return the key of a cost. Costs with the same dims, sites and plates have equal weights.
+        """
         every = self._scored.keys()
         ancestors = set().union(*(self._ancestors.get(k, every) for k in cost.keys))
         plain = {n for n in ancestors & every if self._scored[n].symbol is None}
@@ -357,7 +355,7 @@ class SlotSums:
         return _Key(cost.dims, members, cost.plates)
 
     def _closure(self, names: Iterable[str], dims: Iterable[str]) -> frozenset[str]:
-        """Sites, the owners of dims, and the owners of the dims of their weights."""
+        """Return sites, the owners of dims, and the owners of the dims of their weights."""
         closure = set(names)
         waiting = [*dims, *(d for name in closure for d in self._scored[name].dims)]
         while waiting:
@@ -382,8 +380,8 @@ class SlotSums:
         """
         Return the product of some sites' weights, summed over all dims but ``dims``.
 
-        One site after the other, in the guide's order; a dim is summed as soon as no site that
-        follows has it. Costs along a chain share all steps but their last.
+        Sites are multiplied in the order of the guide. A dim is summed as soon as no later site has
+        it. Costs along a Markov chain share all steps except the last.
         """
         names = [name for name in self._scored if name in members]
         total: Tensor | None = None
@@ -394,7 +392,7 @@ class SlotSums:
             if total is not None:
                 have |= frozenset(total._pyro_dims)  # type: ignore[attr-defined]
             kept = "".join(sorted(have & later))
-            # The previous product, by its identity: the cache keeps it alive.
+            # The previous product is identified by its id, because the cache keeps it alive.
             key = id(total), name, weight._pyro_dims, kept  # type: ignore[attr-defined]
             if key not in self._cache:
                 self._cache[key] = _product(total, weight, kept)
@@ -406,7 +404,7 @@ class SlotSums:
         outside = [i for i, d in enumerate(site.order) if d in site.plates - plates]
         if site.symbol is not None or not outside:
             return leaf
-        # Many draws inside a plate before one cost outside: each has all of it for its cost.
+        # If a cost outside a plate depends on draws inside, the whole cost belongs to each draw.
         kept = "".join(d for d in site.order if d not in site.plates - plates)
         return _named(1 + (leaf - 1).sum(outside), kept)
 
@@ -424,7 +422,7 @@ class SlotSums:
 
 
 def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
-    """Two packed tensors multiplied, and summed over all dims but ``kept``."""
+    """Multiply two packed tensors, and sum over all dims except ``kept``."""
     pair = [t for t in (left, right) if t is not None]
     names = [t._pyro_dims for t in pair]  # type: ignore[attr-defined]
     number = {d: i for i, d in enumerate(dict.fromkeys("".join(names)))}
@@ -449,7 +447,7 @@ def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
 
 
 def _known(costs: list[SlotCost], mass: Tensor) -> Tensor:
-    """Return the value of costs, zero where it is infinite without weight (0 * inf is NaN)."""
+    """Return the value of costs, with zero instead of infinity where the weight is zero."""
     value = torch.as_tensor(add_up(_aligned(c.value, c.dims) for c in costs))
     return value.masked_fill((value - value != 0) & (mass <= 0), 0.0)
 
@@ -462,7 +460,7 @@ def _path(costs: list[SlotCost], mass: Tensor) -> Sum:
     return times((mass * path.masked_fill(mass <= 0, 0.0)).sum(), costs[0].scale)
 
 
-# Rao-Blackwellized gradients for discrete sites: summed where it matters, sampled elsewhere.
+# Rao-Blackwellized gradients for discrete sites.
 
 
 class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
@@ -474,54 +472,54 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             + q(\bar C) \frac{1}{n} \sum_{j=1}^n g(v_j), \qquad
         v_j \sim q(\cdot \mid \bar C),
 
-    where C contains the k most probable values of each datum. It applies to values and gradients.
-    It has the mean of the plain estimator, and at most :math:`q(\bar C)` times its variance. ``k =
-    0`` is the plain estimator. If k is at least the number of values, it is the exact sum, as in
-    :class:`~pyro.infer.TraceEnum_ELBO`.
+    where C contains the k most probable values of each datum. The estimate is used for values and
+    for gradients. It has the mean of the plain estimator, and at most :math:`q(\bar C)` times its
+    variance. ``k = 0`` is the plain estimator. If k is at least the number of values, the sum is
+    exact, as in :class:`~pyro.infer.TraceEnum_ELBO`.
 
     The guide needs no annotation. Sites may depend on each other, and reparameterized sites may
-    depend on them. Everything that depends on a site is evaluated at its k + n slots: in a separate
-    batch dim, as in Pyro's parallel enumeration, or under ``vmap`` if the program does not
-    broadcast. If a factor depends on several sites outside ``pyro.markov``, their slots multiply.
-    Model sites marked ``infer={"enumerate": "parallel"}`` and absent from the guide are summed
-    inside the logarithm. A cost is multiplied by the weights of the sites that it depends on; one
-    run determines these sites.
+    depend on them. All factors that depend on a site are evaluated at its k + n slots: in a
+    separate batch dim, as in Pyro's parallel enumeration, or under ``vmap`` if the model does not
+    broadcast. If a factor depends on several sites outside ``pyro.markov``, the numbers of their
+    slots multiply. Sites of the model that are marked ``infer={"enumerate": "parallel"}`` and are
+    not in the guide are summed inside the logarithm. A cost is multiplied by the weights of the
+    sites that it depends on. One run determines these sites.
 
-    If one run cannot evaluate several slots (an ``nn.GRU``, Python that reads a value), or a factor
-    depends on several elements of a plate, the slots are rows, as under the chains of
-    :class:`~pyro_mcvae.TraceSIS_ELBO`. Then the slots of all sites of a datum multiply, dependent
-    elements are one variable, and each slot has all costs of its datum. The mean and exact sums are
-    the same, but draws are noisier. A log message has the reason.
+    If one run cannot evaluate several slots (an ``nn.GRU``, Python code that reads a value), or a
+    factor depends on several elements of a plate, the slots are rows, as in the chains of
+    :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a datum then multiply,
+    dependent elements are one variable, and each slot has all costs of its datum. The mean and the
+    exact sums are the same, but the gradient is noisier. The reason is logged.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
       product; Poisson, Geometric and NegativeBinomial. Other discrete sites are sampled, with the
       score function as their gradient and a log message.
-    * **Per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``, likewise
-      ``"budget"``, ``"baseline"``, ``"exact_entropy"``. A guide site marked
-      ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly, and with
-      ``"num_samples": n`` beside it has n draws.
-    * **Baselines** (``baseline=``) all have the same mean. None is REINFORCE;
-      :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+; :class:`~pyro_mcvae.LeaveOneOut` compares
-      draws; :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and needs no
-      further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
-      :class:`~pyro_mcvae.RELAX` have trained parts, for SVI's optimizer or as parameters of
+    * **Options per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``. The keys
+      ``"budget"``, ``"baseline"`` and ``"exact_entropy"`` are also accepted. A guide site marked
+      ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly; if it also has
+      ``"num_samples": n``, n values are drawn.
+    * **Baselines** (``baseline=``) do not change the expected gradient. None is REINFORCE,
+      :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+, and :class:`~pyro_mcvae.LeaveOneOut`
+      compares draws. :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and
+      needs no further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
+      :class:`~pyro_mcvae.RELAX` have parameters, which SVI trains, or which are parameters of
       ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
-    :param num_categories: k, the values to sum; ``math.inf`` for all.
-    :param int num_samples: n, the draws from the others.
-    :param budget: instead of both, N = k + n, with the k of Prop. 2 of [1] for each datum. The
-        variance is then at most that of N draws.
+    :param num_categories: k, the number of values to sum; ``math.inf`` for all.
+    :param int num_samples: n, the number of draws from the other values.
+    :param budget: N = k + n. The k of each datum is chosen by Prop. 2 of [1], so that the variance
+        is at most that of N draws.
     :param baseline: a :class:`~pyro_mcvae.Baseline`, or None.
-    :param entropy: ``"exact"`` sums the entropy of each discrete site over all of its values;
-        ``"sampled"`` evaluates it at the slots. Rows, masked distributions and infinite supports
-        always do so, with a log message.
-    :param int num_particles: independent repetitions to average over.
+    :param entropy: ``"exact"`` sums the entropy of each discrete site over all values;
+        ``"sampled"`` evaluates it at the slots. Slots in rows, masked distributions and infinite
+        supports always use ``"sampled"``, with a log message.
+    :param int num_particles: the number of independent repetitions, which are averaged.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: for counts out of range, a baseline without the draws that it needs, and
         sites without categories.
-    :raises LeadingDimsError: with ``vectorize_particles=True``, if slots have to be looped over.
+    :raises LeadingDimsError: with ``vectorize_particles=True``, if slots have to run one by one.
 
     [1] Liu, Regier, Tripuraneni, Jordan, McAuliffe (2019), *Rao-Blackwellized Stochastic Gradients
     for Discrete Distributions*.
@@ -543,7 +541,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         tensor([2, 7])
     """
 
-    # nn.Module would have it be a module.
+    # nn.Module would register it as a submodule.
     vectorize_particles: bool | None
 
     def __init__(
@@ -566,7 +564,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         self._site_options = SiteOptions(
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
-        # A site that is marked for enumeration has all of its values for slots.
+        # A site that is marked for enumeration has a slot for each of its values.
         self.sampler.runner.strict_enumeration = False
         self._slots = SlotSampler(self.sampler, self._site_options)
         self._rows = SlotPlanner(self._site_options, common=False)
@@ -591,9 +589,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return Estimate(value, surrogate, runs, scored=True, bounds=bounds)
 
     def _bounds(self, programs: Programs, slot_runs: list[SlotRun], sums: list[SlotSums]) -> Bounds:
-        """
-        Return the value per datum: the expected cost of each site, at the data that it belongs to.
-        """
+        """Return the value per datum: the expected costs of its sites."""
         costs = []
         for slot_run, slot_sums in zip(slot_runs, sums, strict=True):
             summands = slot_run.run.summands
@@ -609,7 +605,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return sample, SlotAverage.of(sample, draws, common=False)
 
     def _estimate_by_rows(self, programs: Programs) -> Estimate:
-        """Estimate with whole weights, for programs whose slots cannot be in dims."""
+        """Estimate with whole weights, for models and guides whose slots cannot be in dims."""
         sample, slots = self._row_sample(programs)
         if slots.weight is None:
             return averaged_estimate(sample)

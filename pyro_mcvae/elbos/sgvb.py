@@ -1,4 +1,4 @@
-"""The ELBO with closed-form KL divergences, site by site."""
+"""The ELBO with a closed-form KL divergence for each site that has one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, Site
 from pyro_mcvae.structure.provenance import dependencies_of
 
-# Closed-form Kullback-Leibler divergences at single sites of a program.
+# Closed-form Kullback-Leibler divergences of single sites.
 
 
 def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[str, Tensor]:
@@ -33,7 +33,8 @@ def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[
     precede it in the guide; other sites are checked by running the model and guide.
 
     :param find_separable: returns the names of such sites.
-    :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.
+    :returns: the divergences by site name, batch-shaped, with the user's scale and mask, but
+        without the plates' N/B.
     """
     model = {t.key.name: t for t in run.terms if not t.in_guide and is_latent(t.site)}
     guide = {t.key.name: t for t in run.terms if t.in_guide and t.key.name in model}
@@ -65,14 +66,14 @@ def separable_sites(programs: Programs, run: Run) -> frozenset[str]:
 def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
     p, q = model_term.site, guide_term.site
     if is_masked(p["fn"]) or is_masked(q["fn"]):
-        return None  # Pyro's closed form takes both masks for both densities
+        return None  # Pyro's closed form applies both masks to both densities
     if not _is_right(q["fn"], p["fn"]):
         return None
     try:
         divergence = kl_divergence(q["fn"], p["fn"])
         if _same_weighting(p, q):
             return -masked(q, divergence)
-        # E[log p] = -KL - H and E[log q] = -H carry their own scales and masks.
+        # E[log p] = -KL - H and E[log q] = -H have separate scales and masks.
         entropy = q["fn"].entropy()
     except NotImplementedError:
         return None
@@ -83,15 +84,15 @@ def _is_right(q: Any, p: Any) -> bool:
     """
     Return whether PyTorch's closed form is the divergence, with its gradient.
 
-    Two of its rules are for whole families. That of transformed distributions is for one transform
-    that loses nothing: of a :class:`~pyro.distributions.FoldedDistribution` it is that of the
-    normals before they are folded, and parameters of two transforms that have equal values now get
-    no gradient. That of exponential families detaches the first distribution.
+    Two rules of PyTorch are for whole families. The rule for transformed distributions assumes two
+    equal invertible transforms. It is wrong for :class:`~pyro.distributions.FoldedDistribution`,
+    and gives no gradient to parameters of two transforms with equal values. The rule for
+    exponential families detaches the first distribution.
     """
     while isinstance(q, Independent) and isinstance(p, Independent):
         q, p = q.base_dist, p.base_dist
     kinds = type(q), type(p)
-    # Which may be NotImplemented, of which nobody may ask whether it is true.
+    # The rule may be NotImplemented, which has no truth value.
     rule = kl._KL_MEMOIZE[kinds] if kinds in kl._KL_MEMOIZE else kl._dispatch_kl(*kinds)
     if rule is not kl._kl_transformed_transformed:
         return rule is not kl._kl_expfamily_expfamily
@@ -102,7 +103,7 @@ def _is_right(q: Any, p: Any) -> bool:
 
 
 def _is_fixed(transform: Transform) -> bool:
-    """Return whether a transform learns nothing, so that an equal one is the same one."""
+    """Return whether a transform has no parameters, so that equal transforms are identical."""
     values = (v for n, v in vars(transform).items() if n != "_inv")
     return all(
         not v.requires_grad if isinstance(v, Tensor) else v is None or isinstance(v, int | float)
@@ -112,8 +113,7 @@ def _is_fixed(transform: Transform) -> bool:
 
 def _same_weighting(p: Site, q: Site) -> bool:
     """
-    Return whether both sites have the same scale and mask of the user, compared without reading
-    tensors.
+    Return whether both sites have the same user scale and mask, without reading tensors.
     """
     scales = inner_scale(p), inner_scale(q)
     if any(isinstance(s, torch.Tensor) for s in scales):
@@ -142,8 +142,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
     :class:`~pyro.infer.Trace_ELBO` does, and is not restricted to mean-field guides as
     :class:`~pyro.infer.TraceMeanField_ELBO` is.
 
-    Global latents with a guide of their own (full variational Bayes, appendix F of [1]) are sites
-    like any other.
+    Global latents (full variational Bayes, appendix F of [1]) are treated like other sites.
 
     :param int num_particles: draws of z per step.
     :param bool analytic_kl: use estimator B where possible; False is estimator A throughout.
@@ -191,7 +190,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         coupled: dict[FactorKey, frozenset[PlateKey]] = {}
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):
-                # Which costs a score multiplies depends on whether a plate's elements meet.
+                # The costs of a score depend on whether elements of a plate are coupled.
                 coupled |= self.sampler.structures.of(programs, run).coupled
         costs = [self._costs(programs, run) for run in runs]
         estimate = elbo_estimate(runs, costs, self.sampler.num_particles, coupled)
@@ -231,6 +230,6 @@ def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
 
 
 def _closed(term: Term, negative_kl: Tensor) -> Cost:
-    # The divergence stands at the model's site; the guide's own summand is part of it.
+    # The divergence belongs to the model's site and includes the guide's summand.
     value = 0 if term.in_guide else negative_kl
     return Cost(term, value, value, closed=not term.in_guide)

@@ -35,19 +35,19 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             + \frac{N}{B} \sum_n \log \sum_{z \in \Phi_n} \frac{p(x_n, z, w_n)}{q(w_n)}, \qquad
         \nabla F = \frac{N}{B} \sum_n \sum_{z \in \Phi_n} q_n(z) \nabla \log p(x_n, z) .
 
-    A step evaluates the states of the minibatch, searches for better ones (an E-step, which never
-    lowers F), keeps them in the guide, and takes the gradient of F through them. Latents that the
-    truncated posterior's own ``guide`` draws (:math:`\theta` outside the data plate, w inside)
-    are drawn once per step and are the same for all states of a datum.
+    A step evaluates the states of the minibatch, searches for better states (an E-step, which never
+    decreases F), stores them in the guide, and computes the gradient of F through them. Latents
+    that the ``guide`` argument of the truncated posterior draws (:math:`\theta` outside the data
+    plate, w inside) are drawn once per step, and are the same for all states of a datum.
 
-    :meth:`loss` and :meth:`bounds`, and every call without gradients, search too, so that they
-    agree with a training step under one seed, but do not store the states. After
+    :meth:`loss`, :meth:`bounds` and calls without gradients also search, so that they return the
+    value of a training step with the same seed, but they do not store the states. After
     ``guide.eval()`` no call searches.
 
-    :param int num_gradient_states: take the gradient through the k states of the largest weight,
-        and ``num_sampled_states`` drawn from the rest, with weights that keep it unbiased
-        (Rao-Blackwellization of the M-step [2]). None uses all states.
-    :param int num_sampled_states: the number of sampled states; with ``num_gradient_states`` only.
+    :param int num_gradient_states: compute the gradient through the k states with the largest
+        weights, and ``num_sampled_states`` states drawn from the others, with weights that keep it
+        unbiased (Rao-Blackwellization of the M-step [2]). None uses all states.
+    :param int num_sampled_states: the number of sampled states, if ``num_gradient_states`` is set.
     :param options: ``vectorize_particles`` (of the states), ``max_plate_nesting``,
         ``strict_enumeration_warning`` and ``retain_graph``; see :class:`MonteCarloELBO`.
     :ivar num_runs: the number of passes through the model in the last step.
@@ -131,7 +131,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         return estimate
 
     def _pick(self, log_joint: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the states that pass the gradient, with their weights, ``[E, k]``."""
+        """Select the states for the gradient, with their weights, ``[E, k]``."""
         top, drawn = self.num_gradient_states, self.num_sampled_states
         weight = normalized_weights(log_joint, dim=1)
         if top is None or top + drawn >= log_joint.shape[1]:
@@ -139,14 +139,14 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             index = index.expand(log_joint.shape)
         else:
             index, weight = _top_and_sampled(weight, top, drawn)
-        # A state of no weight may have no gradient (the logarithm of zero): the best stands in.
+        # A state with zero weight may have no gradient (log 0), so the best state replaces it.
         best = log_joint.argmax(1, keepdim=True)
         return torch.where(weight > 0, index, best), weight
 
 
 _REMEDY = (
     "Where no state of a datum that is kept makes it possible: search before the first step "
-    "(guide.fit(..., num_steps=100)), or let the search begin elsewhere (proposals=)."
+    "(guide.fit(..., num_steps=100)), or let it draw from the model (prior_draws=)."
 )
 
 
@@ -154,13 +154,14 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     r"""
     Return whether it is cheaper to keep the graph of all S + C evaluated states.
 
-    A backward pass costs two forward passes. With one graph for all states a step costs 3 (S + C);
-    with a search without a graph and another pass through the S best states it costs S + C + 3 S.
-    The first needs a check that all densities are finite, which would make the host wait for a GPU.
+    A backward pass costs two forward passes. With one graph for all states, a step costs 3 (S + C).
+    With a search without a graph and another pass through the S best states, it costs S + C + 3 S.
+    The first option has to check that all densities are finite, which makes the host wait for a
+    GPU.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
     read = costs_nothing_to_read(runs.layouts.prior_draws)
-    return guide.proposals is None and read and 2 * count <= guide.num_states
+    return not guide.prior_draws and read and 2 * count <= guide.num_states
 
 
 def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
@@ -173,8 +174,8 @@ def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tens
         torch.rand(len(remaining), drawn, dtype=remaining.dtype, device=remaining.device)
         * total[:, -1:]
     )
-    other = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
-    return torch.cat([index, other], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
+    sampled = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
+    return torch.cat([index, sampled], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
 
 
 def _truncated(guide: Program) -> TruncatedPosterior:

@@ -1,1 +1,1 @@
-"""Judgement: evidence, diagnostics and posterior draws of a model and a guide."""
+"""Evaluators: evidence, diagnostics and posterior draws of a model and guide."""

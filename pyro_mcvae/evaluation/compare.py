@@ -1,4 +1,4 @@
-"""Train one model with several losses, and evaluate all by one estimator."""
+"""Compare losses of one model, and models of the same data, by one estimator of the evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,9 +25,9 @@ from pyro_mcvae.evaluation.evidence import (
     filled,
     fraction,
     guide_and_chains,
+    has_light_tail,
     number,
     table,
-    weights_of,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
@@ -36,24 +35,19 @@ from pyro_mcvae.evaluation.options import (
     as_arguments,
     check_call,
     check_function,
-    prepare,
+    make_options,
+    make_programs,
 )
+from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
-from pyro_mcvae.training.checkpoint import (
-    ModulePart,
-    ParamStorePart,
-    Part,
-    Undo,
-    rng_state,
-    set_rng_state,
-)
+from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -62,31 +56,31 @@ if TYPE_CHECKING:
 Batches = Iterable[object] | Callable[[], Iterable[object]]
 Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
 
-# Of training, where nothing is said.
+# The default training time.
 _SECONDS = 30.0
-# Differences within so many standard errors are none.
+# Differences within this number of standard errors are not significant.
 _ERRORS = 2.0
-# The same for the logarithm of effective sample sizes.
+# The threshold for differences of the logarithm of effective sample sizes.
 _ALIKE = 0.1
-# How many points of a bound, each a mean over steps, are drawn.
+# The number of plotted points of a bound. Each is a mean over steps.
 _POINTS = 200
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainedCopy:
     """
     The results of one loss in :func:`compare`.
 
-    :ivar bounds: its own bound at every step, in nats per weight.
+    :ivar bounds: the bound of the loss at every step, in nats per weight.
     :ivar seconds: the training time.
     :ivar times: the time of each step, in seconds.
-    :ivar curve: by step, the training time until then and the :class:`.LogEvidence`, by importance
-        sampling with few particles.
+    :ivar curve: for some steps, the training time so far and the :class:`.LogEvidence`, by
+        importance sampling with few particles.
     :ivar guide: the :class:`.LogEvidence` by importance sampling after training.
     :ivar evidence: the :class:`.LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
         otherwise the same as ``guide``.
-    :ivar failed: the error that stopped training, or an empty string. The evidence is then the last
-        one of the curve.
+    :ivar failed: the error that stopped training, or an empty string. After an error, the evidence
+        is the last one of the curve.
     """
 
     bounds: list[float]
@@ -99,7 +93,7 @@ class TrainedCopy:
 
     @property
     def last_bound(self) -> float:
-        """Return the mean of the loss's own bound over the last tenth of the steps."""
+        """Return the mean bound of the loss over the last tenth of the steps."""
         last = self.bounds[-max(1, len(self.bounds) // 10) :]
         return sum(last) / len(last) if last else math.nan
 
@@ -111,38 +105,40 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
+    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name. :func:`compare` has an
+    example.
 
     :param copies: the results of each loss.
-    :param values: of the programs.
-    :param bool learns: whether the model has parameters; if not, all have one evidence.
+    :param parts: the objects that training changes: modules, and the parameter store.
+    :param bool learns: whether the model has parameters. If not, the evidence is the same for all.
     """
 
-    def __init__(self, copies: dict[str, TrainedCopy], values: _Values, learns: bool) -> None:
+    def __init__(self, copies: dict[str, TrainedCopy], parts: list[Part], learns: bool) -> None:
         super().__init__(copies)
         self.learns = learns
-        self._values = values
+        self._parts = parts
         self._trained: dict[str, Undo] = {}
 
     def use(self, name: str) -> None:
         """
-        Give the programs the values that training by this loss ended with.
+        Set the parameters of the model and guide to the trained values of this loss.
 
         :raises ValueError: for a name that was not compared.
         """
         if name not in self._trained:
             raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
-        self._trained[name] = self._values.put(self._trained[name])
+        self._trained[name]()
+        self._trained[name] = _remember(self._parts)
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
-        Return the difference of the mean log evidences of two losses, and its standard error. The
-        error is that of the paired differences over data; with a single weight, it is the Monte
-        Carlo error.
+        Return the difference of the mean log evidence of two losses, and its standard error. The
+        error is that of paired differences over data. With a single weight it is the Monte Carlo
+        error.
         """
-        one, other = self[name].evidence, self[over].evidence
-        difference = one.log_evidence - other.log_evidence
-        error = torch.hypot(one.standard_error, other.standard_error)
+        first, second = self[name].evidence, self[over].evidence
+        difference = first.log_evidence - second.log_evidence
+        error = torch.hypot(first.standard_error, second.standard_error)
         if difference.numel() > 1:
             error = difference.std() / math.sqrt(difference.numel())
         return float(difference.mean()), float(error)
@@ -152,10 +148,11 @@ class Comparison(dict[str, TrainedCopy]):
         """
         Return the names of the best loss and of those with no significant difference from it.
 
-        By the log evidence, within two standard errors, where the model learns. Where it does not,
-        by the guide's effective sample size (geometric mean), within a tenth. All of them where
-        :attr:`evaluated` is False, the highest ELBO first. One training run of each is compared:
-        another seed may give another order.
+        If the model has parameters, losses are compared by the log evidence, within two standard
+        errors. Otherwise they are compared by the effective sample size of the guide (geometric
+        mean), within a tenth. If :attr:`evaluated` is False, all losses are returned, with the
+        highest ELBO first. Each loss has only one training run, so another seed may give another
+        order.
         """
         names = self._running
         if not self.evaluated:
@@ -171,8 +168,9 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def evaluated(self) -> bool:
         r"""
-        Return whether the draws allow a comparison. They do not if fewer than 10 are effective (or,
-        where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
+        Return whether the draws allow a comparison. They do not if, for most weights of every loss,
+        the effective sample size is below 10 (or :math:`\hat k` is above 0.7, if the model has
+        parameters).
         """
         evidences = [self[n].evidence if self.learns else self[n].guide for n in self._running]
         return any(fraction(e.few | (e.unreliable & self.learns)) <= 0.5 for e in evidences)
@@ -233,11 +231,12 @@ class Comparison(dict[str, TrainedCopy]):
         over: Literal["seconds", "steps"] = "seconds",
     ) -> Figure | SubFigure:
         """
-        Plot each loss's own bound, and the evidence of the evaluated data, over time or steps.
+        Plot the bound of each loss, and the evidence of the evaluated data, over time or steps.
 
-        :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
+        :param figure: a ``matplotlib`` figure or subfigure; None creates a new figure without a
+            window.
         :param str over: ``"seconds"`` of training, or ``"steps"``.
-        :returns: that figure; without one a new one, which belongs to no window.
+        :returns: the figure.
         :raises ValueError: for another ``over``.
         """
         if over not in ("seconds", "steps"):
@@ -260,7 +259,7 @@ class Comparison(dict[str, TrainedCopy]):
             values = [float(e.mean) for e in curve]
             held_out.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
         for axes in (training, held_out):
-            # The first steps lie far below the rest and would flatten everything else.
+            # Leave out the first steps, whose bounds are far below all others.
             curves = [line.get_ydata() for line in axes.lines]
             heights = [v for y in curves for v in y[len(y) // 5 :]]
             if heights and min(heights) < max(heights):
@@ -281,7 +280,7 @@ def compare(
     losses: Mapping[str, object],
     optim: PyroOptim | Mapping[str, PyroOptim],
     seconds: float | None = None,
-    num_steps: int | None = None,
+    num_steps: float | None = None,
     num_epochs: int | None = None,
     batches: Batches | None = None,
     to_args: Callable[..., object] | None = None,
@@ -294,38 +293,39 @@ def compare(
     Train one model and guide with several losses, each for the same time or number of steps, and
     evaluate all of them with one estimator.
 
-    The losses train one after the other, from the same parameters and random numbers. Their own
-    bounds are not comparable, but the evidence is. It is estimated as by :func:`log_evidence`:
-    ``num_checks`` times during training, by importance sampling with ``check_particles``, which
-    does not count as training time; and in the end with ``num_particles``, or by chains if a
-    ``schedule`` or a ``kernel`` is given. Afterwards the model and guide have their initial
-    parameters again; :meth:`.Comparison.use` sets those of a loss. One discarded step of each loss
-    comes first, so that no loss pays for one-time costs of the process.
+    The losses are trained one after the other, from the same parameters and random numbers. Their
+    bounds are not comparable, but the evidence is. It is estimated by :func:`log_evidence`
+    ``num_checks`` times during training, by importance sampling with ``check_particles``. This does
+    not count as training time. After training it is estimated with ``num_particles``, or by chains
+    if a ``schedule`` or a ``kernel`` is given. Then the initial parameters of the model and guide
+    are restored; :meth:`.Comparison.use` sets those of a loss. Before the training, one step of
+    each loss is run and discarded, so that one-time costs are not included in the times.
 
-    Losses and optimizers are copied. A :class:`CompiledELBO` records and compiles its steps within
-    the counted time; the median time of a step (``ms/step``) excludes that. If the training of a
-    loss fails, such as with a value that is not finite, the table names it, and the others
-    continue.
+    Losses and optimizers are copied. For a :class:`CompiledELBO`, the training time includes
+    recording and compiling; the median time of a step (``ms/step``) does not. If the training of a
+    loss fails, for example with a value that is not finite, the table names the loss, and the other
+    losses continue.
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments: the evaluated data, which are also the training data without
-        ``batches``.
-    :param losses: the losses by name, any that ``SVI`` takes.
-    :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
-        the loss.
-    :param float seconds: the training time of each loss; 30 without another budget.
+    :param args: their arguments: the data for the evaluation. Without ``batches`` these are also
+        the training data.
+    :param losses: a dict of losses by name. Any loss for ``SVI`` is accepted.
+    :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or a dict of
+        optimizers by name of the loss.
+    :param float seconds: the training time of each loss; 30 if no budget is given.
     :param int num_steps: the number of training steps of each loss, instead of ``seconds``.
     :param int num_epochs: the number of passes over ``batches``, instead of ``seconds``. The first
         pass determines the steps of an epoch.
-    :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
-        as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
-    :param to_args: maps a batch to the programs' arguments.
+    :param batches: the training data: a DataLoader or another iterable of batches, as in
+        :func:`log_evidence_loader`; or a function that returns an iterable for each epoch.
+    :param to_args: maps a batch to the arguments of the model and guide.
     :param int num_checks: the number of evaluations during training.
     :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` and to use.
+    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` or to
+        :meth:`.Comparison.use`.
     :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
@@ -338,13 +338,14 @@ def compare(
         ...     pyro.sample("x", dist.Normal(z.sum(-1, keepdim=True), 1.0).to_event(1), obs=x)
         >>> losses = {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(10)}
         >>> adam = pyro.optim.Adam({"lr": 0.02})
-        >>> found = compare(model, AutoNormal(model), torch.ones(1), losses=losses, optim=adam,
+        >>> result = compare(model, AutoNormal(model), torch.ones(1), losses=losses, optim=adam,
         ...                 num_steps=200, seed=0)
-        >>> list(found), len(found["IWAE"].bounds), found.learns
+        >>> list(result), len(result["IWAE"].bounds), result.learns
         (['ELBO', 'IWAE'], 200, False)
-        >>> found.use(found.best[0])  # and go on with it
+        >>> result.use(result.best[0])  # continue with it
     """
-    programs, settings = prepare(compare, model, guide, args, model_kwargs, options)
+    settings = make_options("compare", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     pairs = _checked(losses, optim)
     budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
     _check_budget({name: value for name, value in budget.items() if value is not None})
@@ -357,33 +358,50 @@ def compare(
     checks = replace(settings, schedule=None, kernel=None, num_particles=check_particles)
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
-    limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
-    # What the evaluation at the end refuses is refused before training.
+    most = seconds or (_SECONDS if num_steps is None else math.inf)
+    num_steps = num_steps or math.inf
+    # Raise the errors of the final evaluation before training.
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
-    with each_once(), _same_randomness(), Progress("comparing", settings.progress, "turn") as bar:
+    modules = find_modules(*programs.pair)
+    inner = {id(part) for module in modules for part in list(module.modules())[1:]}
+    parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
+    parts.append(ParamStorePart({}))
+
+    def new_svi(loss: Any, optim: PyroOptim) -> SVI:
+        return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
+
+    with each_once(), restored(()), Progress("comparing", settings.progress, "turn") as bar:
         bar.expect((num_checks + 1) * len(pairs))
         pyro.set_rng_seed(seed)
-        with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
+        with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        comparison = Comparison({}, _Values(programs), learns)
-        start = comparison._values.swap()
+        comparison, start = Comparison({}, parts, learns), _remember(parts)
         try:
-            for name, (loss, one) in pairs.items():
+            for name, pair in pairs.items():
                 bar.describe(name)
-                _svi(first, one, loss).step(*first.args, **first.kwargs)
-                start = comparison._values.put(start)
+                new_svi(*pair).step(*first.args, **first.kwargs)
+                start()
+                start = _remember(parts)
                 pyro.set_rng_seed(seed)
-                run = _Run(data, _svi(first, one, loss))
-                for turn in range(num_checks + 1):
-                    run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
-                    run.check(programs, checks)
+                svi, stream = new_svi(*pair), itertools.chain.from_iterable(itertools.repeat(data))
+                with weights_of(programs, checks) as weights:
+                    untrained = estimate(weights, check_particles)
+                trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
+                bar.step()
+                for turn in range(num_checks):
+                    limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
+                    _train(trained, svi, stream, data, *limits)
+                    _check(trained, programs, checks)
                     bar.step()
-                comparison[name] = run.trained_copy(programs, settings)
-                comparison._trained[name] = comparison._values.swap()
-                start = comparison._values.put(start)
+                if not trained.failed:
+                    trained.guide, trained.evidence = guide_and_chains(programs, settings)
+                comparison[name] = trained
+                comparison._trained[name] = _remember(parts)
+                start()
+                start = _remember(parts)
         finally:
             start()
     return comparison
@@ -391,9 +409,9 @@ def compare(
 
 def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
     """
-    Return the loss and the optimizer by name, after checks.
+    Check losses and optimizers, and return them by name.
 
-    :raises ValueError: for what is none.
+    :raises ValueError: for an invalid loss or optimizer.
     """
     if not isinstance(losses, Mapping) or not losses:
         raise ValueError(
@@ -418,7 +436,7 @@ def _check_budget(budgets: dict[str, float]) -> None:
     if len(budgets) > 1:
         several = " or ".join(f"{name}={value!r}" for name, value in budgets.items())
         raise ValueError(
-            f"losses are compared after an equal time, equally many steps or equally many epochs: "
+            f"losses are compared after an equal time, number of steps or number of epochs: "
             f"pass {several}"
         )
     for name, value in budgets.items():
@@ -442,13 +460,12 @@ class _Data:
         self._weights: dict[object, float] = {}
         if batches is not None and not callable(batches) and iter(batches) is batches:
             raise ValueError(
-                "batches must be something to go through again and again, got an iterator, which "
-                "is used up after one pass: pass the DataLoader, a list, or a function that "
-                "returns an iterator"
+                "batches must be iterable several times, got an iterator, which is used up after "
+                "one pass: pass the DataLoader, a list, or a function that returns an iterator"
             )
 
     def first(self) -> Programs:
-        """Return the programs with the first batch as arguments."""
+        """Return the model and guide with the first batch as arguments."""
         for programs in self:
             check_call(programs)
             return programs
@@ -458,7 +475,7 @@ class _Data:
         """Return the number of batches in one pass; count them if they have no length."""
         if isinstance(self._batches, Sized):
             return len(self._batches)
-        with _same_randomness():
+        with restored(()):
             return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Programs]:
@@ -477,7 +494,7 @@ class _Data:
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:
             modules = find_modules(*programs.pair)
-            with _same_randomness(), torch.no_grad(), evaluation_modules(modules):
+            with restored(()), torch.no_grad(), evaluation_modules(modules):
                 sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
                 sample = sampler.sample(programs)
             shared = sample.structure.global_sites.guide
@@ -485,105 +502,263 @@ class _Data:
         return self._weights[key]
 
 
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Restore the random state afterwards."""
-    generators = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(generators)
+def _remember(parts: list[Part]) -> Undo:
+    """Return a function that restores the current values once, in the same tensors."""
+    undos = [part.undo() for part in parts]
+
+    def put() -> None:
+        for undo in undos:
+            undo()
+
+    return put
 
 
-class _Values:
-    """
-    What training changes of a pair of programs: the parameter store, the programs' modules.
-
-    The tensors stay the same objects, so that optimizers and recordings go on knowing them.
-    """
-
-    def __init__(self, programs: Programs) -> None:
-        modules = find_modules(*programs.pair)
-        inner = {id(part) for module in modules for part in list(module.modules())[1:]}
-        self._parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
-        self._parts.append(ParamStorePart({}))
-
-    def swap(self) -> Undo:
-        """Remember the present values; what it returns sets them again, once."""
-        undos = [part.undo() for part in self._parts]
-
-        def put() -> None:
-            for undo in undos:
-                undo()
-
-        return put
-
-    def put(self, values: Undo) -> Undo:
-        """Set remembered values, and remember them again."""
-        values()
-        return self.swap()
-
-
-class _Run:
-    """
-    Training by one loss, with what a :class:`.TrainedCopy` has.
-    """
-
-    def __init__(self, data: _Data, svi: SVI) -> None:
-        self._data, self._svi, self._epoch = data, svi, iter(data)
-        self.bounds: list[float] = []
-        self.times: list[float] = []
-        self.seconds, self.failed = 0.0, ""
-        self.curve: Curve = {}
-
-    def train(self, seconds: float, num_steps: float) -> None:
-        """Train until a time or a number of steps is reached."""
-        while self.seconds < seconds and len(self.bounds) < num_steps and not self.failed:
-            began = time.perf_counter()
-            programs = next(self._epoch, None)
-            if programs is None:
-                self._epoch = iter(self._data)
-                programs = next(self._epoch)
-            waited = time.perf_counter() - began
-            weights = self._data.weights(programs)
-            began = time.perf_counter()
-            try:
-                loss = float(self._svi.step(*programs.args, **programs.kwargs))
-            except (ValueError, RuntimeError) as error:
-                if not self.bounds:
-                    raise
-                self.failed = f"step {len(self.bounds) + 1}: {first_line(error)}"
-                # What an unfinished step left in tensors that the next one's step would add to.
-                zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
-                return
-            self.times.append(waited + time.perf_counter() - began)
-            self.seconds += self.times[-1]
-            self.bounds.append(-loss / weights)
-            if not math.isfinite(loss):
-                self.failed = f"step {len(self.bounds)}: the loss is {loss}"
-
-    def check(self, programs: Programs, options: Options) -> None:
-        """Estimate the evidence of this moment; of what failed there is none."""
-        step = len(self.bounds)
-        if self.failed or step in self.curve:
-            return
+def _train(
+    trained: TrainedCopy,
+    svi: SVI,
+    stream: Iterator[Programs],
+    data: _Data,
+    seconds: float,
+    num_steps: float,
+) -> None:
+    """Train until a time or a number of steps is reached."""
+    while trained.seconds < seconds and len(trained.bounds) < num_steps and not trained.failed:
+        began = time.perf_counter()
+        programs = next(stream)
+        waited = time.perf_counter() - began
+        weights = data.weights(programs)
+        began = time.perf_counter()
         try:
-            with weights_of(programs, options) as weights:
-                self.curve[step] = self.seconds, estimate(weights, options.num_particles)
+            loss = float(svi.step(*programs.args, **programs.kwargs))
         except (ValueError, RuntimeError) as error:
-            if not step:
+            if not trained.bounds:
                 raise
-            self.failed = f"step {step}: {first_line(error)}"
+            trained.failed = f"step {len(trained.bounds) + 1}: {first_line(error)}"
+            # An unfinished step leaves gradients, to which the next loss would add.
+            zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
+            return
+        trained.times.append(waited + time.perf_counter() - began)
+        trained.seconds += trained.times[-1]
+        trained.bounds.append(-loss / weights)
+        if not math.isfinite(loss):
+            trained.failed = f"step {len(trained.bounds)}: the loss is {loss}"
 
-    def trained_copy(self, programs: Programs, options: Options) -> TrainedCopy:
-        """Evaluate at the end; of what failed it is the last one on the way."""
-        guide = evidence = next(reversed(self.curve.values()))[1]
-        if not self.failed:
-            guide, evidence = guide_and_chains(programs, options)
-        return TrainedCopy(
-            self.bounds, self.seconds, self.times, self.curve, guide, evidence, self.failed
+
+def _check(trained: TrainedCopy, programs: Programs, options: Options) -> None:
+    """Estimate the current evidence; None if the estimate fails."""
+    step = len(trained.bounds)
+    if trained.failed or step in trained.curve:
+        return
+    try:
+        with weights_of(programs, options) as weights:
+            evidence = estimate(weights, options.num_particles)
+    except (ValueError, RuntimeError) as error:
+        trained.failed = f"step {step}: {first_line(error)}"
+        return
+    trained.curve[step] = trained.seconds, evidence
+    trained.guide = trained.evidence = evidence
+
+
+# Models compared by their log evidence of the same data.
+
+# The fraction of weights whose k-hat may be too high by chance.
+_FEW = 0.05
+
+
+class ModelComparison(dict[str, LogEvidence]):
+    """
+    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, the highest
+    first. :func:`compare_models` has an example.
+    """
+
+    def difference(self, name: str, other: str) -> tuple[float, float]:
+        """
+        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        """
+        first, second = self[name], self[other]
+        error = torch.hypot(first.total_standard_error, second.total_standard_error)
+        return float(first.total - second.total), float(error)
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """
+        Return the posterior probabilities of the models with equal prior probabilities. They use
+        the estimated evidence, so they are meaningless for :attr:`doubtful` models.
+        """
+        totals = torch.stack([e.total.double() for e in self.values()])
+        return dict(zip(self, totals.softmax(0).tolist(), strict=True))
+
+    @property
+    def doubtful(self) -> list[str]:
+        r"""
+        Return the models whose evidence is, or may be, underestimated: :math:`\hat k` is above 0.7
+        for some weight, or within two of its errors for more than a twentieth of the weights; or
+        there are exchangeable components whose labellings overlap.
+        """
+        return [
+            n
+            for n, e in self.items()
+            if bool(e.unreliable.any())
+            or fraction(~has_light_tail(e, 0.7)) > _FEW
+            or (e.labellings is not None and e.labellings.added is None)
+        ]
+
+    @property
+    def best(self) -> list[str]:
+        """
+        Return the model with the highest evidence, and all models that may be as good: those within
+        two standard errors, and doubtful models, because their estimates may be too low.
+        """
+        close, doubtful = self._close, self.doubtful
+        return [n for n in self if n in close or n in doubtful]
+
+    @property
+    def _close(self) -> list[str]:
+        """Return the highest evidence, and those within two standard errors of it."""
+        differences = {n: self.difference(next(iter(self)), n) for n in self}
+        return [n for n, (below, error) in differences.items() if below <= _ERRORS * error]
+
+    @property
+    def verdict(self) -> str:
+        """Return which model the data favor and how reliable that is, in a few sentences."""
+        top, doubtful = next(iter(self)), self.doubtful
+        close, doubtful_others = self._close, [n for n in doubtful if n != top]
+        said = []
+        if len(close) > 1:
+            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+        elif not doubtful_others:
+            said.append(f"{top} has the highest evidence.")
+        if doubtful:
+            said.append(
+                f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
+                f"within its error; or labellings that are not drawn)"
+                f"{', and may be the highest' if doubtful_others else ''}. Longer annealed chains "
+                f"(schedule=), more draws or a better guide come closer."
+            )
+        said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
+        return " ".join(said)
+
+    def __str__(self) -> str:
+        top = next(iter(self))
+        rows = [["model", "log evidence", f"below {top}", "probability", "largest k"]]
+        for name, evidence in self.items():
+            rows.append(
+                [
+                    name,
+                    number(float(evidence.total), float(evidence.total_standard_error)),
+                    "" if name == top else number(*self.difference(top, name)),
+                    "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
+                    f"{float(evidence.pareto_k.max()):.2f}",
+                ]
+            )
+        return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
+
+
+def compare_models(
+    models: Mapping[str, tuple[Any, ...]],
+    *args: object,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
+) -> ModelComparison:
+    r"""
+    Compare models of the same data by their evidence: log Bayes factors with errors.
+
+    .. math:: \log \frac{p(x \mid A)}{p(x \mid B)} = \log p_A(x) - \log p_B(x)
+
+    The evidence of each model is estimated with its guide by :func:`log_evidence`: by importance
+    sampling, or by chains with a ``schedule`` or a ``kernel``. If a guide is too narrow, the
+    estimate is too low. Therefore a model whose :math:`\hat k`, with its error, may be above 0.7 is
+    never declared worse. Parameters that were fitted to the same data favor the larger model. Make
+    them latent, with priors, or evaluate on held-out data. Models with exchangeable components,
+    such as mixtures, have K! equal modes, which are all included; see :class:`Labellings`.
+
+    Guides of the same class (two ``AutoNormal``) have parameters with the same names. Call
+    ``pyro.clear_param_store()`` before you train each guide. Each guide is then evaluated with its
+    own parameters. A warning names parameters that two guides share.
+
+    For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
+
+    :param models: a dict with values ``(model, guide)``, or ``(model, guide, args)`` with a tuple
+        of other arguments for this model and guide.
+    :param args: the arguments of the models and guides.
+    :param model_kwargs: the keyword arguments of the models and guides, in a dict.
+    :param options: as in :func:`log_evidence`.
+    :returns: a :class:`.ModelComparison`, to print.
+    :raises ValueError: for an invalid dict; for subsampled plates; and as :func:`log_evidence`.
+
+    Example::
+
+        >>> def make(scale):
+        ...     def model(x):
+        ...         z = pyro.sample("z", dist.Normal(0.0, scale))
+        ...         with pyro.plate("data", len(x)):
+        ...             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        ...     def guide(x):
+        ...         precision = len(x) + scale**-2
+        ...         pyro.sample("z", dist.Normal(x.sum() / precision, 1.2 * precision**-0.5))
+        ...     return model, guide
+        >>> x = torch.full((20,), 2.0)
+        >>> result = compare_models({"narrow": make(0.1), "wide": make(3.0)}, x, seed=0)
+        >>> print(result.verdict)
+        wide has the highest evidence.
+        >>> value, error = result.difference("wide", "narrow")
+        >>> bool(abs(value - 30.6) < 0.1)
+        True
+    """
+    settings = make_options("compare_models", options)
+    pairs = _pairs(models, args, model_kwargs)
+    evidences = {}
+    with each_once(), Progress("models", settings.progress, "model") as bar:
+        bar.expect(len(pairs))
+        for name, programs in pairs.items():
+            bar.describe(name)
+            evidences[name] = guide_and_chains(programs, settings)[1]
+            bar.step()
+    _check_alike(evidences)
+    return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
+
+
+def _pairs(
+    models: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None
+) -> dict[str, Programs]:
+    if not isinstance(models, Mapping) or len(models) < 2:
+        raise ValueError(
+            f"models must be a dict of two pairs or more by name, such as "
+            f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
         )
+    programs = {}
+    for name, pair in models.items():
+        if not isinstance(name, str):
+            raise ValueError(f"models must have strings for names, got {name!r}")
+        if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+            raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
+        model, guide, model_args = pair if len(pair) == 3 else (*pair, args)
+        if not isinstance(model_args, tuple):
+            raise ValueError(
+                f"the arguments in models[{name!r}] must be a tuple, got {model_args!r}"
+            )
+        programs[name] = make_programs(model, guide, model_args, kwargs)
+    return programs
 
 
-def _svi(programs: Programs, optim: PyroOptim, loss: Any) -> SVI:
-    return SVI(programs.model, programs.guide, copy.deepcopy(optim), copy.deepcopy(loss))
+def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
+    """
+    Check that the evidence of all models is for the same data.
+
+    :raises ValueError: if it is not.
+    """
+    for name, evidence in evidences.items():
+        if evidence.fixed_latents:
+            raise ValueError(
+                f"the evidence of {name!r} is conditional on {', '.join(evidence.fixed_latents)}, "
+                f"which have fixed values in the guide, so it is not comparable: let the guide "
+                f"draw them, and omit joint=False"
+            )
+        if bool((torch.as_tensor(evidence.scale) != 1).any()):
+            raise ValueError(
+                f"the evidence of {name!r} is that of a minibatch times N/B, and each model draws "
+                f"another minibatch. Pass all data, in plates that are not subsampled, or compare "
+                f"log_evidence_loader(...).total of each model"
+            )
+        if not math.isfinite(float(evidence.total)):
+            raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

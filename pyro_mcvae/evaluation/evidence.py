@@ -5,33 +5,30 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import (
-    Annealing,
     Options,
     as_arguments,
     check_call,
     check_function,
     evaluation_mode,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights, WeightSummary
-from pyro_mcvae.ops.checks import check_flag, each_once
+from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
 from pyro_mcvae.programs.progress import Progress, with_progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 # Numbers with errors, and tables of them, as text.
 
@@ -53,7 +50,7 @@ def number(value: float, error: float) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """
-    Rows below a head, the first column to the left.
+    Format rows below a header, with the first column left-aligned.
 
     Example::
 
@@ -88,9 +85,9 @@ def filled(text: str, head: str = "") -> str:
     )
 
 
-# The log evidence of a model, estimated per datum with a guide: is the bound any good?
+# The log evidence of a model, estimated per datum with a guide.
 
-# ImportanceSampler, below which k-hat says little of their tail.
+# ImportanceSampler, below which k-hat is not reliable.
 _ENOUGH = 500
 
 
@@ -100,31 +97,31 @@ class LogEvidence:
     Estimates of :math:`\log p(x_n)`, with their errors.
 
     Tensors have one entry per datum: shape ``[*plates]``; ``[elements]`` for programs with several
-    separate plates; a scalar where all data share one weight, as with global latents.
+    separate plates; a scalar if all data share one weight, as with global latents.
 
     :ivar log_evidence: :math:`\log \frac{1}{K} \sum_k w_k`, a lower bound in expectation.
-    :ivar standard_error: of ``log_evidence``, from the spread of the weights. Too small where the
-        weights' tail is heavy, see ``doubtful``.
-    :ivar effective_sample_size: Kish's, between 1 and K.
-    :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
-        0.3 two standard errors hold less often than 95 % of the time (measured with 1,000 draws: 83
-        % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for weights without a tail, and NaN for
-        20 particles or less and for the states of a :class:`TruncatedPosterior`.
+    :ivar standard_error: the standard error of ``log_evidence``, from the spread of the weights. It
+        is too small if the tail of the weights is heavy; see ``doubtful``.
+    :ivar effective_sample_size: Kish's effective sample size, between 1 and K.
+    :ivar pareto_k: :math:`\hat k`, the tail index of the weights. Above 0.7 the estimate is
+        unreliable. Above 0.3 the exact value is within two standard errors less than 95 % of the
+        time (measured with 1,000 draws: 83 % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for
+        weights without a tail, and NaN for 20 particles or fewer.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: the number of weights of each datum, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
         plates, and if all data share one weight.
     :ivar scale: N/B of subsampled plates, a number or a tensor.
     :ivar shared: the log density that belongs to no single datum: observations outside the plates,
-        and the prior of a guide's point masses.
+        and the prior of the guide's point masses.
     :ivar fixed_latents: latents with fixed values: point masses of the guide, and, with
         ``joint=False``, global latents that were drawn once. The evidence is conditional on them.
     :ivar log_weight: log w, shape ``[K, *plates]``, with ``keep_log_weight=True``.
     :ivar acceptance: the mean acceptance of each transition of the chains, shape ``[transitions]``.
     :ivar step_size: the step size of the chains.
     :ivar whitened: whether the chains moved in white coordinates.
-    :ivar labellings: the exchangeable components, and what was added for labellings that the guide
-        does not draw; None without such components.
+    :ivar labellings: the exchangeable components, and the term that was added for labellings that
+        the guide does not draw; None without such components.
 
     Example::
 
@@ -135,8 +132,8 @@ class LogEvidence:
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.0))
-        >>> found = log_evidence(model, guide, torch.zeros(3))
-        >>> found.log_evidence.shape, found.plates, int(found.unreliable.sum())
+        >>> result = log_evidence(model, guide, torch.zeros(3))
+        >>> result.log_evidence.shape, result.plates, int(result.unreliable.sum())
         (torch.Size([3]), ('data',), 0)
     """
 
@@ -158,9 +155,7 @@ class LogEvidence:
 
     @property
     def total(self) -> Tensor:
-        """
-        Return the log evidence of all data, in nats; on minibatches N/B times that of the batch.
-        """
+        """Return the log evidence of all data, in nats. For minibatches this includes N/B."""
         return self.shared.to(self.log_evidence) + (self.scale * self.log_evidence).sum()
 
     @property
@@ -195,7 +190,7 @@ class LogEvidence:
     def doubtful(self) -> Tensor:
         r"""
         Return the mask of data whose standard error may be too small: :math:`\hat k` plus two
-        errors is above 0.5, or there are fewer than 500 weights. Equal weights are not in it.
+        errors is above 0.5, or there are fewer than 500 weights. Equal weights are not doubtful.
         """
         known = has_light_tail(self, 0.5)
         if self.num_particles < _ENOUGH:
@@ -242,8 +237,8 @@ def fraction(flags: Tensor) -> float:
 
 def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
     """
-    Format a number with its error; the error is unknown if few draws dominate more than a twentieth
-    of the weights.
+    Format a number with its error. The error is unknown if, for more than a twentieth of the
+    weights, a few draws dominate.
     """
     known = fraction(evidence.few) <= 0.05
     return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
@@ -251,8 +246,8 @@ def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | flo
 
 def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:
     r"""
-    Return a mask of the weights whose :math:`\hat k` plus two errors is at most ``most``, or that
-    are all equal. Too few weights are not in it.
+    Return a mask of the data whose :math:`\hat k` plus two errors is at most ``most``, or whose
+    weights are all equal. Data with too few weights are excluded.
     """
     return evidence.pareto_k + 2 * evidence.pareto_k_error <= most
 
@@ -266,86 +261,87 @@ def log_evidence(
     **options: Any,
 ) -> LogEvidence:
     r"""
-    Estimate :math:`\log p(x_n)` of each datum, without training anything.
+    Estimate :math:`\log p(x_n)` of each datum, without training.
 
-    Without options this is importance sampling with the guide's draws. With a ``schedule`` or a
+    Without options this is importance sampling with draws of the guide. With a ``schedule`` or a
     ``kernel`` it is annealed importance sampling:
 
     .. math::
         \log p(x_n) \approx \log \frac{1}{K} \sum_{k=1}^K w_{nk}, \qquad
         E\, w_{nk} = p(x_n) .
 
-    * **Chains** move the guide's draws towards the posterior; W is that of
-      :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted ones,
-      unbiased for both. An adaptive step size is adapted on ``warmup`` separate chains and then
-      frozen. In each chain, discrete sites of the guide keep their values and continuous ones
-      move, so W stays unbiased.
+    * **Chains** move draws of the guide towards the posterior. The weight is that of
+      :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted
+      kernels. Both are unbiased. An adaptive step size is adapted on ``warmup`` separate chains and
+      is then fixed. In each chain, discrete sites of the guide keep their values and continuous
+      sites move, so the weight is unbiased.
     * **White coordinates** (``coordinates="whitened"``) are for guides that are far from the
-      posterior. Chains from such draws find too little evidence, by tens of nats, with errors of
-      tenths. First a population of chains (two for each coordinate, 50 to 1,000) runs at the
-      posterior, for ``warmup`` windows of five transitions. After each window a normal density is
-      fitted to its positions, by mean and covariance. The evaluated chains start from the last one,
-      :math:`z = \mu + L u`, and move u:
+      posterior. Chains from such guides underestimate the evidence by tens of nats, with standard
+      errors of tenths. First, a population of chains (two for each coordinate, 50 to 1,000) runs at
+      the posterior, for ``warmup`` windows of five transitions. After each window a normal density
+      is fitted to the positions, by mean and covariance. The evaluated chains start from the last
+      normal density, :math:`z = \mu + L u`, and move u:
 
       .. math:: \log w'(u) = \log p(x, z) - \log N(z; \mu, L L^\top), \qquad u \sim N(0, I) .
 
-      The posterior of u has about unit scale for any guide. W stays unbiased, because :math:`\mu`
-      and L are fixed first. Use kernels with ``jitter``, such as ``HMC(num_leapfrog=4,
-      jitter=0.3)``. Modes that the guide does not reach are not found. Discrete sites of the guide
-      raise an error.
-    * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum. By
-      default the sites of a chunk have :math:`2^{23}` numbers (64 MiB in float64). Its working
-      memory is at most 8 times that, plus the hidden layers of networks.
-    * **Nothing is trained**: kernel and schedule are copied, all modules that the model and guide
-      use are in evaluation mode meanwhile, and no parameter is left in the store.
-    * **A guide that never ran**: an AutoGuide raises an error, and the initial values of a
-      function's ``pyro.param`` are logged. To use these values, call the guide once.
+      The posterior of u has about unit scale for any guide. The weight is unbiased, because
+      :math:`\mu` and L are fixed before. Use kernels with ``jitter``, such as
+      ``HMC(num_leapfrog=4, jitter=0.3)``. Modes that the guide does not reach remain undetected.
+      Discrete sites of the guide raise an error.
+    * **Memory**: one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum. By default
+      the sites of a chunk have :math:`2^{23}` numbers (64 MiB in float64). The working memory is at
+      most 8 times as large, plus the hidden layers of networks.
+    * **No side effects**: kernel and schedule are copied, all modules that the model and guide use
+      are temporarily in evaluation mode, and no new parameter remains in the store.
+    * **A guide that never ran**: an AutoGuide raises an error. For functions, the initial values of
+      ``pyro.param`` are logged. To use these values, call the guide once.
     * **Global latents** that the guide draws: all data share one weight, and the result is a
-      scalar. It is :math:`\log p(x)` under the prior of the global latents, for held-out data too.
-      With ``joint=False`` they are drawn once, and the estimates are of :math:`\log p(x_n \mid
+      scalar. It is :math:`\log p(x)` under the prior of the global latents, also for held-out data.
+      With ``joint=False`` they are drawn once, and the estimates are :math:`\log p(x_n \mid
       \text{globals})`.
     * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
       unobserved site of ``obs_mask=``) count in the model too, by their own prior, if no counted
       factor of the model depends on them. The evidence is then that of the observed entries.
       Training objectives use the masks as they are, as Pyro's do, and are then no bounds.
-    * **If all latents are summed** and the guide draws nothing, the evidence is exact.
-    * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
-      Pareto k is not known (NaN) unless all states are kept.
-    * **Random numbers** come from PyTorch's generators; ``seed`` uses a separate stream and leaves
-      the generators unchanged. Results depend on the chunk size through the draws.
+    * **Without latents**: if all latents are summed and the guide draws nothing, the evidence is
+      exact.
+    * **A TruncatedPosterior** raises an error. Its bound on log p(x), which is exact on its states,
+      is ``guide.posterior(x).free_energy``.
+    * **Random numbers** come from PyTorch's generators. ``seed`` uses a separate stream and does
+      not change the generators. The draws, and so the results, depend on the chunk size.
 
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param bool keep_log_weight: keep all log weights, in memory that grows with K.
-    :param model_kwargs: all keyword arguments of model and guide, in a dict, for the case that one
-        of theirs has the name of an option. By default they are the keywords that are no options.
-    :param options: what all evaluators take:
+    :param bool keep_log_weight: keep all log weights; the memory then grows with K.
+    :param model_kwargs: the keyword arguments of model and guide, in a dict.
+    :param options: the options of all evaluators:
 
-        * ``num_particles=1000``: how many weights each datum has, K.
-        * ``schedule=None``: for chains: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor
+        * ``num_particles=1000``: the number of weights of each datum, K.
+        * ``schedule=None``: for chains, a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor
           from 0 to 1, or the number of linear steps; 10 if only a kernel is given.
         * ``kernel=None``: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
           given.
-        * ``coordinates="noise"``: what chains move, ``"noise"``, ``"latent"`` or ``"whitened"``.
-        * ``warmup=20``: annealed chains before the evaluation, from which an adaptive step size
-          learns, one update each, and which are thrown away; 0 takes it as it is.
-        * ``chunk_size=None``: how many particles are run at once; by default what fits 64 MiB.
-        * ``joint=None``: weigh global and local latents together; None does so if the guide draws
-          global ones.
-        * ``seed=None``: for a random stream of its own.
-        * ``vectorize_particles=None``: run the programs once per chunk, instead of once per
-          particle; None where that has a loop's numbers.
+        * ``coordinates="noise"``: the coordinates that chains move, ``"noise"``, ``"latent"`` or
+          ``"whitened"``.
+        * ``warmup=20``: the number of annealed chains that are run before the evaluation and
+          discarded. Each updates an adaptive step size once; with 0 the step size does not adapt.
+        * ``chunk_size=None``: the number of particles in one run; by default as many as fit 64 MiB.
+        * ``joint=None``: use one weight for global and local latents; None does so if the guide
+          draws global latents.
+        * ``seed=None``: the seed of a separate random stream.
+        * ``vectorize_particles=None``: run model and guide once per chunk, instead of once per
+          particle; None does so if the densities are those of a loop.
         * ``max_plate_nesting``: as in Pyro; inferred by default.
-        * ``strict_enumeration_warning=False``: refuse guide sites that are marked for enumeration,
-          which are drawn otherwise.
-        * ``progress=None``: show a bar, if ``tqdm`` is installed; None does on a terminal and in
-          notebooks, for what takes longer than two seconds.
+        * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
+          for enumeration; False draws them.
+        * ``progress=None``: show a progress bar if ``tqdm`` is installed; None shows it on a
+          terminal and in notebooks, if the evaluation takes longer than two seconds, and
+          otherwise logs a line per minute.
     :returns: a :class:`.LogEvidence`.
-    :raises ValueError: for latents outside a subsampled plate, guides of point masses alone,
-        point masses in the data's plates, chains where no latent is continuous, guides that never
-        ran, masks and scales that do not cancel, log weights that are not a number; naming the site
-        and the remedy.
+    :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
+        masses in the data's plates, chains without continuous latents, guides that never ran, masks
+        and scales that do not cancel, and NaN log weights. The error names the site and the remedy.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Wu, Burda, Salakhutdinov, Grosse (2017), *On the Quantitative Analysis of Decoder-Based
@@ -361,65 +357,18 @@ def log_evidence(
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 0.8))
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
-        >>> found = log_evidence(model, guide, x, num_particles=10_000)
+        >>> result = log_evidence(model, guide, x, num_particles=10_000)
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x)
-        >>> bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
+        >>> bool(((result.log_evidence - exact).abs() < 4 * result.standard_error).all())
         True
-        >>> bool((found.pareto_k < 0.5).all())
+        >>> bool((result.pareto_k < 0.5).all())
         True
     """
-    programs, settings = prepare(log_evidence, model, guide, args, model_kwargs, options)
+    settings = make_options("log_evidence", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     check_flag("keep_log_weight", keep_log_weight)
     with weights_of(programs, settings, settings.annealing()) as weights:
         return estimate(weights, settings.num_particles, keep_log_weight)
-
-
-@contextmanager
-def weights_of(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """Yield the weights of a model and guide, or of their chains."""
-    with (
-        each_once(),
-        evaluation_mode(programs.model, programs.guide, seed=options.seed),
-        outside_inference_mode(programs) as programs,
-        Progress("evaluating", options.progress, "particle") as progress,
-        torch.no_grad(),
-    ):
-        yield _make_weights(programs, options, annealing, progress)
-
-
-def _make_weights(
-    programs: Programs,
-    options: Options,
-    annealing: Annealing | None = None,
-    progress: Progress | None = None,
-) -> ImportanceSampler:
-    """Make the weights of a model and guide in evaluation mode."""
-    progress = progress or Progress("evaluating", show=False)
-    if not isinstance(poutine.unwrap(programs.guide), TruncatedPosterior):
-        return ImportanceSampler(programs, options, progress, annealing)
-    weights = StateWeights(programs, options, progress)
-    return weights if annealing is None else weights.annealed(annealing)
-
-
-@contextmanager
-def importance_sampler(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """
-    Yield the weights for evaluators that move draws of the guide.
-
-    :raises ValueError: for a guide of states.
-    """
-    with weights_of(programs, options, annealing) as weights:
-        if isinstance(weights, StateWeights):
-            raise ValueError(
-                "the latents of a TruncatedPosterior are discrete, and chains would move them: "
-                "evaluate it by log_evidence or report; guide.posterior(...) has draws, marginals "
-                "and modes of its states"
-            )
-        yield weights
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
@@ -441,29 +390,33 @@ def estimate(
     all_labellings: bool = True,
 ) -> LogEvidence:
     """
-    Estimate the evidence by the weights of an importance sampler, its chains, or states.
+    Estimate the evidence by the weights of an importance sampler, or of its chains.
 
-    :param all_labellings: add what other labellings of exchangeable components add.
+    :param all_labellings: include other labellings of exchangeable components.
     """
     summary, log_weights, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
-        log_weight, runs, rates = weights.weigh(count)
+        if weights.annealing is None:
+            sample = weights.draw(count)
+            log_weight, runs = sample.log_weight, sample.runs
+        else:
+            chain, density = weights.chain(count)
+            log_weight, runs = chain.log_weight, density.runs
+            if chain.infos:
+                rates = torch.stack([info.acceptance.mean() for info in chain.infos])
+                acceptance.append(count * rates)
         weights.check(log_weight, runs)
         summary.add(log_weight)
-        if rates is not None:
-            acceptance.append(count * rates)
         if keep_log_weight:
             log_weights.append(log_weight)
-    bound, annealing = weights.bound(summary), weights.annealing
-    labellings = None
-    if all_labellings and not isinstance(weights, StateWeights):
-        labellings = find_labellings(weights, num_particles)
+    annealing, bound = weights.annealing, summary.mean_log.to(weights.reference.log_weight.dtype)
+    labellings = find_labellings(weights, num_particles) if all_labellings else None
     added = 0.0 if labellings is None else labellings.added or 0.0
     return LogEvidence(
         (summary.log_mean + added).to(bound.dtype),
         summary.standard_error.to(bound.dtype),
         summary.effective_sample_size.to(bound.dtype),
-        weights.pareto_k(summary).to(bound.dtype),
+        summary.pareto_k.to(bound.dtype),
         bound,
         summary.count,
         weights.reference.plate_names,
@@ -492,21 +445,21 @@ def log_evidence_loader(
     Estimate the log evidence of the batches of a :class:`~torch.utils.data.DataLoader` or another
     iterable, concatenated along the data's plate.
 
-    The step size of chains adapts on the first batch and is the same for the others. ``total`` is
-    the sum over the data of the loader, for any N that a plate declares.
+    The step size of chains adapts on the first batch and is the same for all other batches.
+    ``total`` is the sum over the data of the loader, for any size that a plate declares.
 
-    :param batches: tuples and lists are the programs' arguments, mappings their keyword arguments,
-        anything else their only argument.
-    :param to_args: maps a batch to one of these, as ``lambda batch: (batch[0],)`` to leave out the
-        labels, or ``lambda batch: (batch[0].cuda(),)``.
+    :param batches: the batches. A tuple or list contains the arguments of the model, a mapping the
+        keyword arguments, and any other batch is the only argument.
+    :param to_args: a function that converts a batch to one of these, such as
+        ``lambda batch: (batch[0],)`` to omit the labels, or ``lambda batch: (batch[0].cuda(),)``.
     :param model: a Pyro model.
     :param guide: its guide.
-    :param str plate: along which plate the batches lie, where the programs nest several.
-    :param bool keep_log_weight: keep all log weights, in memory that grows with K.
+    :param str plate: the plate along which the data are batched, if data plates are nested.
+    :param bool keep_log_weight: keep all log weights; the memory then grows with K.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`.LogEvidence`.
-    :raises ValueError: where the latents are weighed over all data, whose evidence is not the sum
-        of those of batches; for no batch at all; and as :func:`log_evidence`.
+    :raises ValueError: if all data share one weight, because the evidence is then not the sum over
+        batches; for an empty loader; and as :func:`log_evidence`.
 
     Example::
 
@@ -521,7 +474,7 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    settings = Options(**options)
+    settings = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
@@ -534,8 +487,9 @@ def log_evidence_loader(
             check_call(programs)
             with outside_inference_mode(programs) as programs:
                 if annealing is not None:
-                    annealing.whitening = None  # that of another posterior
-                weights = _make_weights(programs, settings, annealing)
+                    annealing.whitening = None  # the draw belongs to another posterior
+                no_bar = Progress("evaluating", show=False)
+                weights = ImportanceSampler(programs, settings, no_bar, annealing)
                 _check_batches(weights)
                 evidences.append(estimate(weights, settings.num_particles, keep_log_weight))
     if not evidences:
@@ -547,13 +501,13 @@ def _check_loader(batches: object) -> None:
     """
     Check that the batches are iterable and will be split correctly.
 
-    :raises ValueError: for what is no iterable of batches, or would be split in a wrong way.
+    :raises ValueError: if they are not an iterable of batches, or would be split incorrectly.
     """
     if isinstance(batches, Tensor | Mapping | str):
         what = f"a tensor of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else None
         raise ValueError(
             f"batches must be a DataLoader or another iterable of batches, got "
-            f"{what or type(batches).__name__}, whose entries would be taken for batches: pass "
+            f"{what or type(batches).__name__}, whose entries would be used as batches: pass "
             f"[data] for a single batch, or data.split(100)"
         )
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
@@ -565,9 +519,9 @@ def _check_loader(batches: object) -> None:
 def _check_batches(weights: ImportanceSampler) -> None:
     if any(not block.plates for block in weights.reference.blocks):
         raise ValueError(
-            "the latents of these programs are weighed over all data of a batch at once, and the "
-            "evidence of several batches is not the sum of theirs: call log_evidence on the full "
-            "data, or pass joint=False for the evidence given a draw of the globals for each batch"
+            "all data of a batch share one weight, so the evidence of several batches is not the "
+            "sum of their evidence: call log_evidence on the full data, or pass joint=False for "
+            "the evidence given one draw of the global latents for each batch"
         )
 
 
@@ -575,8 +529,8 @@ def _concatenated(evidences: list[LogEvidence], plate: str | None) -> LogEvidenc
     first, sizes = evidences[0], [f.log_evidence.numel() for f in evidences]
     if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in evidences):
         raise ValueError(
-            "the batches have factors outside the data's plates, and other ones in each: put "
-            "these observations into the plate"
+            "the batches have different factors outside the data's plates: put these observations "
+            "into the plate"
         )
     dim = _dim(first, plate)
     data = "log_evidence", "standard_error", "effective_sample_size", "pareto_k", "bound"
@@ -591,7 +545,7 @@ def _concatenated(evidences: list[LogEvidence], plate: str | None) -> LogEvidenc
     if log_weights:
         changes["log_weight"] = torch.cat(log_weights, dim + 1)
     labellings = [f.labellings for f in evidences if f.labellings is not None]
-    # Where one batch does not say what was added, as much may be missing in all.
+    # If the added term of one batch is not known, it may be missing in all batches.
     changes["labellings"] = min(labellings, key=lambda e: e.added or 0.0, default=None)
     return replace(first, **changes, scale=1.0)
 
@@ -604,7 +558,7 @@ def _dim(first: LogEvidence, plate: str | None) -> int:
         return 0
     if plate is None:
         raise ValueError(
-            f"each datum lies in the plates {list(plates)}: say along which of them the batches "
-            f"lie, as in plate='{plates[-1]}'"
+            f"each datum is in the plates {list(plates)}: pass the plate along which the data are "
+            f"batched, such as plate='{plates[-1]}'"
         )
     return plates.index(plate)

@@ -1,4 +1,4 @@
-"""Exchangeable components, and the evidence of all of their labellings."""
+"""Detect exchangeable components, and add the evidence of all of their labellings."""
 
 from __future__ import annotations
 
@@ -8,51 +8,43 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.draws import site_values
+from pyro_mcvae.evaluation.refine import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import FactorKey, Message, Site, first_line, plate_frames, plate_key
 from pyro_mcvae.structure import provenance
-from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 _logger = logging.getLogger(__name__)
 
-# Draws at which a density must not change, and units of rounding that are no change.
+# Draws at which a density must not change, and the rounding units that are allowed.
 _DRAWS, _ROUNDING = 3, 32.0
-# Largest axis whose entries may be exchangeable. Up to this one all pairs are exchanged.
+# The largest axis whose entries may be exchangeable, and the largest for which all pairs are
+# tested.
 _LARGEST, _SMALL = 64, 8
-# Draws at which labellings are told apart, and densities of the guide for that.
+# Draws at which the overlap of labellings is tested, and the limit of guide densities for it.
 _FEWEST, _EVALUATIONS = 50, 5000
-# Share of the guide's density at its own labelling, beside one with two components exchanged: from
-# here on they do not overlap; below the other one the guide draws both.
+# Fraction of the guide's density at the labelling of a draw, relative to the sum with a labelling
+# that exchanges two components. Above the first limit they do not overlap; below the second limit
+# the guide draws both.
 _SEPARATE, _BOTH = 0.99, 0.55
 
-# What is permuted: dims of sites, from the right; or, where the dim is None, the values of a
-# discrete site, or several sites of one form.
+# An axis that may be permuted: dims of sites, from the right. If the dim is None, the values of a
+# discrete site, or several sites of the same form.
 Axis = tuple[tuple[tuple[str, ...], int | None], ...]
-
-
-class Group(NamedTuple):
-    """Entries of an axis that can be permuted without changing any density of the model."""
-
-    axis: Axis
-    entries: tuple[int, ...]
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for names, _ in self.axis for name in names))
+# Entries of an axis that can be permuted without changing any density of the model.
+Group = tuple[Axis, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,14 @@ class Labellings:
     r"""
     Exchangeable components: permutations of latents that change no density of the model.
 
-    The posterior then has equal modes, K! for K components. A guide that draws one of them
-    estimates the evidence of one mode. If the modes do not overlap, the full evidence is larger by
-    log K!, which is added.
+    The posterior then has K! equal modes for K components. If the guide draws one of them, its
+    weights estimate the evidence of one mode. If the modes do not overlap, the full evidence is
+    larger by log K!, which is added.
 
     :ivar sites: the latents that are permuted, by group.
-    :ivar sizes: how many components each group has.
-    :ivar added: what was added to the log evidence of the guide's weights: ``log_count`` if the
-        guide draws one of the labellings and these do not overlap. Otherwise None: then up to
+    :ivar sizes: the number of components of each group.
+    :ivar added: the term that was added to the log evidence of the guide's weights: ``log_count``
+        if the guide draws one of the labellings and they do not overlap. Otherwise None: up to
         ``log_count`` may be missing.
     """
 
@@ -82,7 +74,7 @@ class Labellings:
 
     @property
     def short(self) -> str:
-        """Return which sites are exchangeable, and what that adds to the evidence."""
+        """Return the exchangeable sites, and the term that they add to the evidence."""
         names = "; ".join(", ".join(names) for names in self.sites)
         count = f"log {' '.join(f'{size}!' for size in self.sizes)} = {self.log_count:.3f}"
         if self.added is None:
@@ -95,32 +87,22 @@ class Labellings:
 
 def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
     """
-    Find exchangeable components, and whether the guide draws one of the labellings.
+    Detect exchangeable components, and whether the guide draws one of the labellings.
 
     Transpositions must leave log p(x, z) unchanged at several draws, up to rounding.
 
-    :param num_particles: the number of weights of the evidence, a limit of the work.
-    :returns: None without exchangeable components, and if the guide draws all labellings equally.
+    :param num_particles: the number of weights of the evidence, which limits the work.
+    :returns: None if there are no exchangeable components, or if the guide draws all labellings
+        equally.
     """
-    generators = rng_state()
     try:
-        with warnings.catch_warnings():
+        with restored(sampler.programs.owners), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _Search(sampler, num_particles).labellings()
     except Exception as error:
-        # A program does not run at given latents; the evidence stands without.
+        # The model or guide does not run at given latents. The evidence is valid without the check.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
         return None
-    finally:
-        set_rng_state(generators)
-
-
-class _Densities(NamedTuple):
-    """Of the latents of each row, ``[rows, *plates]``; ``size`` is the sum of the terms' sizes."""
-
-    joint: Tensor
-    guide: Tensor
-    size: Tensor
 
 
 class _Search:
@@ -147,8 +129,8 @@ class _Search:
         try:
             self._densities(draws)
         except Exception as error:
-            # A flow without an inverse, or latents that follow from draws in a way of their own:
-            # the model is tested by the densities of its prior, and the guide's are not known.
+            # A flow without an inverse, or latents that are other functions of the draws. The model
+            # is tested at draws of its prior, and the densities of the guide are not known.
             _logger.info("the guide has no density at given latents: %s", first_line(error))
             self.tester = self.sampler.of_prior()
         groups = [
@@ -156,10 +138,11 @@ class _Search:
         ]
         if not groups:
             return None
-        result = Labellings(tuple(g.sites for g in groups), tuple(len(g.entries) for g in groups))
+        sites = tuple(tuple(dict.fromkeys(n for ns, _ in axis for n in ns)) for axis, _ in groups)
+        result = Labellings(sites, tuple(len(entries) for _, entries in groups))
         if self.tester is not self.sampler:
             return result
-        swaps = [(g.axis, pair) for g in groups for pair in itertools.combinations(g.entries, 2)]
+        swaps = [(axis, pair) for axis, e in groups for pair in itertools.combinations(e, 2)]
         count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(swaps)))
         drawn = self.sampler.draw(count)
         relative_density = self._relative_density(self._values(drawn), swaps)
@@ -167,14 +150,14 @@ class _Search:
             return None
         separate = _are_separate(relative_density, drawn.log_weight)
         if separate and self.sampler.annealing is not None:
-            # Chains that reach other labellings by themselves weigh these, too.
+            # Chains may reach other labellings, and then their weights include these.
             ends, weights = self._ends()
             separate = _are_separate(self._relative_density(self._values(ends), swaps), weights)
-        return Labellings(result.sites, result.sizes, result.log_count if separate else None)
+        return replace(result, added=result.log_count if separate else None)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
         """
-        Return the axes that may be permuted, by size; sites in a common plate are permuted
+        Return the axes that may be permuted, by size. Sites in a common plate are permuted
         together.
         """
         data_plates = {key for block in self.reference.blocks for key in block.plates}
@@ -200,7 +183,7 @@ class _Search:
 
     def _groups(self, size: int, axes: Sequence[Axis], draws: Mapping[str, Tensor]) -> list[Group]:
         """
-        Return the exchangeable entries of axes of one size: of each alone, or of several together.
+        Return the exchangeable entries of axes of one size, for single axes or several together.
         """
         groups: list[Group] = []
         pairs = [(i, i + 1) for i in range(size - 1)]
@@ -209,13 +192,16 @@ class _Search:
         subsets = (itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
         for chosen in itertools.chain.from_iterable(subsets):
             axis = tuple(itertools.chain.from_iterable(chosen))
-            if any(set(axis) & set(group.axis) for group in groups):
+            if any(set(axis) & set(other) for other, _ in groups):
                 continue
-            # A few pairs tell whether any may be exchanged, where there are many.
+            # If there are many pairs, first test a few.
             few = pairs[:: max(1, len(pairs) // _SMALL)]
             if any(self._invariant(draws, axis, few)):
-                same = self._invariant(draws, axis, pairs)
-                groups += [Group(axis, e) for e in _classes(size, itertools.compress(pairs, same))]
+                label = list(range(size))  # groups of entries that can be exchanged with each other
+                for i, j in itertools.compress(pairs, self._invariant(draws, axis, pairs)):
+                    label = [label[i] if k == label[j] else k for k in label]
+                classes = (tuple(i for i in range(size) if label[i] == k) for k in range(size))
+                groups += [(axis, entries) for entries in classes if len(entries) > 1]
         return groups
 
     def _invariant(
@@ -228,14 +214,13 @@ class _Search:
         self._evaluations_left -= _DRAWS * (1 + len(pairs))
         if self._evaluations_left < 0:
             return [False] * len(pairs)
-        before = self._densities(draws)
+        before, _, size = self._densities(draws)
         moved = [_exchanged(draws, axis, pair) for pair in pairs]
-        after = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
+        after, _, _ = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
         invariant = []
-        for latents, joint in zip(moved, after.joint.split(_DRAWS), strict=True):
+        for latents, joint in zip(moved, after.split(_DRAWS), strict=True):
             moves = [(latents[n] != v).reshape(len(v), -1).any(1) for n, v in draws.items()]
-            rounding = _ROUNDING * torch.finfo(before.size.dtype).eps * before.size
-            same = (joint - before.joint).abs() <= rounding
+            same = (joint - before).abs() <= _ROUNDING * torch.finfo(size.dtype).eps * size
             invariant.append(bool(same.all() and torch.stack(moves).any(0).all()))
         return invariant
 
@@ -246,8 +231,8 @@ class _Search:
         Return q(z) / (q(z) + q(z')) of the guide, with two entries of z exchanged in z', for each
         pair of entries: shape ``[pairs, rows, *plates]``.
         """
-        at = self._densities(latents).guide
-        exchanged = [self._densities(_exchanged(latents, *swap)).guide for swap in swaps]
+        _, at, _ = self._densities(latents)
+        exchanged = [self._densities(_exchanged(latents, *swap))[1] for swap in swaps]
         return (at - torch.stack(exchanged)).sigmoid()
 
     def _ends(self) -> tuple[WeightedParticles, Tensor]:
@@ -261,7 +246,11 @@ class _Search:
     def _values(self, sample: WeightedParticles) -> dict[str, Tensor]:
         return {name: site_values(sample, name, site) for name, site in self.sites.items()}
 
-    def _densities(self, latents: Mapping[str, Tensor]) -> _Densities:
+    def _densities(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """
+        Return the joint and the guide's log density of each row of latents, ``[rows, *plates]``,
+        and the sum of the sizes of the joint's terms.
+        """
         values = guide_values(self.tester.programs, self.tester.reference, dict(latents))
         count = len(next(iter(values.values())))
         parts = []
@@ -271,7 +260,7 @@ class _Search:
             joint = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
             size = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob.abs())
             parts.append((joint, joint - sample.log_weight, size))
-        return _Densities(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def _are_separate(relative_density: Tensor, log_weight: Tensor) -> bool:
@@ -287,7 +276,7 @@ def _are_separate(relative_density: Tensor, log_weight: Tensor) -> bool:
 
 
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:
-    """Gives the guide's sites their values, in runs of one row or of all."""
+    """Sets the values of the guide's sites, in runs of one row or of all rows."""
 
     def give(msg: Message) -> Tensor | None:
         value = values.get(msg["name"])
@@ -330,26 +319,17 @@ def _exchanged(
     return exchanged
 
 
-def _classes(size: int, linked: Iterator[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Return the sets of entries that can be exchanged with each other."""
-    label = list(range(size))
-    for i, j in linked:
-        label = [label[i] if k == label[j] else k for k in label]
-    classes = (tuple(i for i in range(size) if label[i] == k) for k in sorted(set(label)))
-    return [entries for entries in classes if len(entries) > 1]
-
-
 def guide_values(
     programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """
     Return the values of the guide's random sites at which its latents have the given values.
 
-    AutoGuides draw auxiliary sites, and the latents are functions of them: a site is inverted where
-    it holds the unconstrained values of the latents that follow from it, side by side.
+    AutoGuides draw auxiliary sites, and latents are functions of them. An auxiliary site can be
+    inverted if it is the concatenation of the unconstrained values of its latents.
 
-    :param reference: an execution of both programs.
-    :raises ValueError: naming an auxiliary site that holds anything else.
+    :param reference: an execution of model and guide.
+    :raises ValueError: naming an auxiliary site that cannot be inverted.
     """
     run = reference.runs[0]
     sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}

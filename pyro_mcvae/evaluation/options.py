@@ -1,17 +1,16 @@
-"""Arguments that all evaluators share, annealed weights, and evaluation without side effects."""
+"""Arguments of all evaluators, annealed weights, and evaluation without side effects."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import pyro
 import torch
@@ -29,32 +28,30 @@ from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
-# Evaluation leaves no trace: modes, parameters, buffers and random streams stay as they are.
+# Evaluation has no side effects: modes, parameters, buffers and random streams do not change.
 
-# What Pyro's parameter store consists of.
+# The parts of Pyro's parameter store.
 _TABLES = "_params", "_param_to_name", "_constraints"
-# By parameter, the modules that hold it, each with the parameter's name.
+# For each parameter, the modules that have it, with the name of the parameter.
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_REMEDY = "call pyro.clear_param_store() before each of them is made and trained"
 
 
 @contextmanager
 def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[None]:
     """
-    Evaluate programs without changing them.
+    Evaluate a model and guide without changing them.
 
-    Modules that the programs are, hold or refer to are in evaluation mode inside: dropout and batch
-    statistics would make another density of each run. They have their own parameters, where the
-    parameter store has those of another module by the same name. Parameters that were not in the
-    store before are removed from it.
+    Inside, all modules that the model and guide use are in evaluation mode, because dropout and
+    batch statistics would change the density in each run. If the parameter store has parameters of
+    another module with the same name, each module uses its own parameters. Parameters that were not
+    in the store before are removed from it afterwards.
 
-    :param seed: seeds the generators inside and sets them back afterwards; None uses the present
+    :param seed: seeds the random generators, which are restored afterwards; None uses the current
         random stream.
     :raises ValueError: for modules with lazy parameters that have no shape yet.
     """
@@ -62,85 +59,49 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     roots = find_modules(*programs)
     _refuse_lazy(roots)
     store = pyro.get_param_store()
-    # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
-    # at the first.
+    # Restore the dicts instead of deleting names, because two names may belong to one parameter,
+    # which the store removes with the first name.
     tables = [getattr(store, name) for name in _TABLES]
     before = [dict(table) for table in tables]
-    generators = rng_state() if seed is not None else None
-    try:
-        for name, parameter in _own_parameters(*programs).items():
-            if name in store and store._params[name] is not parameter.value:
-                del store[name]  # another module's
-            _warn_of_shared(name, parameter)
-        with evaluation_modules(roots):
+    with rewindable(seed is not None) as rewind, evaluation_modules(roots):
+        try:
+            for name, value in _own_parameters(roots):
+                if name in store and store._params[name] is not value:
+                    del store[name]  # another module's
             if seed is not None:
                 pyro.set_rng_seed(seed)
             yield
-    finally:
-        for table, before_table in zip(tables, before, strict=True):
-            table.clear()
-            table.update(before_table)
-        if generators is not None:
-            set_rng_state(generators)
+        finally:
+            for table, before_table in zip(tables, before, strict=True):
+                table.clear()
+                table.update(before_table)
+            rewind()
 
 
-def check_separate_parameters(pairs: Mapping[str, Programs]) -> None:
-    """
-    Check that no two modules of different pairs have the same tensor by the same name: the later
-    module would have taken it from the store and trained it.
-
-    :raises ValueError: where two modules of different pairs hold the same tensor by the same name:
-        the later one has taken it out of the store, and trained it.
-    """
-    parameters = {name: _own_parameters(*programs.pair) for name, programs in pairs.items()}
-    for (one, mine), (two, theirs) in itertools.combinations(parameters.items(), 2):
-        for name in sorted(mine.keys() & theirs.keys()):
-            a, b = mine[name], theirs[name]
-            if a.module is not b.module and a.value is b.value:
-                raise ValueError(
-                    f"parameter '{name}' is one and the same in modules of {one!r} and of {two!r}: "
-                    f"Pyro's parameter store knows parameters by name, and gave those of the first "
-                    f"to the second: {_REMEDY}"
+def _own_parameters(roots: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of PyroModules by name. Warn about those that another module has."""
+    for module in (m for root in roots for m in root.modules()):
+        if not isinstance(module, PyroModule) or not module._pyro_context.used:
+            continue
+        for parameter in module._pyro_params:
+            name = module._pyro_get_fullname(parameter)
+            value = getattr(module, f"{parameter}_unconstrained")
+            holders = _HOLDERS.setdefault(value, weakref.WeakKeyDictionary())
+            if any(known == name and other is not module for other, known in holders.items()):
+                warnings.warn(
+                    f"parameter '{name}' of {type(module).__name__} is shared with another module, "
+                    f"because Pyro's parameter store identifies parameters by name. Both modules "
+                    f"are evaluated with the values that were trained last: call "
+                    f"pyro.clear_param_store() before you create and train each of them",
+                    stacklevel=6,
                 )
-
-
-class _OwnParameter(NamedTuple):
-    """A parameter that a module holds itself."""
-
-    module: PyroModule
-    value: Tensor
-
-
-def _own_parameters(*programs: Program) -> dict[str, _OwnParameter]:
-    """Return, by name in the store, the parameters of PyroModules."""
-    parameters = {}
-    for module in (m for root in find_modules(*programs) for m in root.modules()):
-        if isinstance(module, PyroModule) and module._pyro_context.used:
-            for parameter in module._pyro_params:
-                name = module._pyro_get_fullname(parameter)
-                entry = parameters[name] = _OwnParameter(
-                    module, getattr(module, f"{parameter}_unconstrained")
-                )
-                _HOLDERS.setdefault(entry.value, weakref.WeakKeyDictionary())[module] = name
-    return parameters
-
-
-def _warn_of_shared(name: str, parameter: _OwnParameter) -> None:
-    """Warn of a parameter that another module, seen before, has by the same name."""
-    holders = _HOLDERS.get(parameter.value, {})
-    if any(known == name and module is not parameter.module for module, known in holders.items()):
-        warnings.warn(
-            f"parameter '{name}' of {type(parameter.module).__name__} is one and the same in "
-            f"another module: Pyro's parameter store knows parameters by name, and gave "
-            f"those of the first to the second. What is evaluated is what was trained "
-            f"last: {_REMEDY}",
-            stacklevel=7,
-        )
+            holders[module] = name
+            yield name, value
 
 
 def _check_seed(seed: int | None) -> None:
     whole = hasattr(seed, "__index__") and not isinstance(seed, bool | torch.Tensor)
-    # NumPy's generator, which Pyro seeds too, takes no other.
+    # The limits are those of NumPy's generator, which Pyro seeds, too.
     if seed is not None and not (whole and 0 <= seed < 1 << 32):
         raise ValueError(f"seed must be an int from 0 to 2**32 - 1, or None, got {seed!r}")
 
@@ -155,7 +116,7 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
                 )
 
 
-# The transitions of an evaluator: a kernel and a schedule, adapted once and then frozen.
+# The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
 
 
 class Counted:
@@ -173,11 +134,11 @@ class Counted:
 
 EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
 
-# Where a kernel is given without a schedule.
+# The number of steps if a kernel is given without a schedule.
 DEFAULT_STEPS = 10
-# What a user who gave them leaves out, where the latents cannot be moved.
+# The remedy if chains cannot move the latents.
 LEAVE_OUT = "leave out schedule and kernel, so that importance sampling weighs them"
-# From how many transitions on a recording pays.
+# The number of transitions above which recording pays off.
 _LONG = 50
 # Relative step of the adaptation in the first and in the second half of a warm-up.
 _RATES = 0.3, 0.1
@@ -187,25 +148,25 @@ class Annealing:
     """
     A kernel along a schedule.
 
-    Both are copies, so that an evaluation changes nothing of the user's.
+    Both are copies, so that an evaluation does not change the user's objects.
 
-    :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
-    :param str without: how the user does without chains, where the latents cannot be moved.
-    :ivar whitens: whether to find white coordinates, which ``whitening`` then has.
+    :param int warmup: the number of chains before the evaluation, to which the step size adapts.
+    :param str without: the remedy if chains cannot move the latents.
+    :ivar whitens: whether to estimate white coordinates, which are stored in ``whitening``.
     """
 
     whitening: Whitening | None = None
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: Kernel | None,
         schedule: Schedule,
         coordinates: EvaluatorCoordinates,
         warmup: int,
         without: str,
     ) -> None:
-        with torch.inference_mode(False):  # a step size that adapts is changed in place
-            self.kernel = copy.deepcopy(kernel)
+        with torch.inference_mode(False):  # an adaptive step size is changed in place
+            self.kernel = HMC() if kernel is None else copy.deepcopy(kernel)
             self.betas = schedule().detach().clone()
         self.whitens = coordinates == "whitened"
         self.coordinates: Coordinates = "noise" if coordinates == "whitened" else coordinates
@@ -218,9 +179,9 @@ class Annealing:
 
     def transition(self, programs: Programs, count: int | None = None) -> Transition:
         """
-        Return the kernel; for many transitions, a recorded one.
+        Return the kernel. For many transitions it is recorded.
 
-        :param count: how many there will be, if not those along the schedule.
+        :param count: the number of transitions, if not that of the schedule.
         """
         if (self.num_steps if count is None else count) < _LONG:
             return self.kernel
@@ -229,7 +190,7 @@ class Annealing:
         return self._recorded
 
     def use(self, coordinates: Coordinates) -> None:
-        """Move other coordinates; must come before the warm-up."""
+        """Set the coordinates. Must be called before the warm-up."""
         self.coordinates, self._recorded = coordinates, None
         if self._chooses:
             self.kernel.step_size.per_coordinate = coordinates == "latent"  # type: ignore[assignment]
@@ -245,7 +206,7 @@ class Annealing:
         return isinstance(step_size, AdaptiveStepSize) and step_size.training and self.warmup > 0
 
     def adapt(self, turn: int, acceptance: Tensor, gradient: Tensor | None) -> None:
-        """Learn from one chain of the warm-up, if there is something to learn."""
+        """Adapt to one chain of the warm-up, if the step size still has to adapt."""
         step_size = self.kernel.step_size
         if not isinstance(step_size, AdaptiveStepSize):
             return
@@ -253,75 +214,38 @@ class Annealing:
         step_size.update(acceptance, gradient)
 
     def freeze(self) -> None:
-        """
-        Fix the step size, so that all later chains are the same, as an unbiased estimate requires.
-        """
+        """Fix the step size, because an unbiased estimate needs equal chains."""
         self.kernel.eval()
 
 
-def make_annealing(
-    schedule: Schedule | Tensor | int | None,
-    kernel: Kernel | None,
-    coordinates: EvaluatorCoordinates,
-    warmup: int,
-    without: str = LEAVE_OUT,
-) -> Annealing | None:
-    """
-    Make an :class:`Annealing` of the user's options; None if there are none.
-
-    :param str without: as in :class:`Annealing`.
-    :raises ValueError: for what is no kernel or schedule.
-    """
-    if kernel is not None and not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
-    if coordinates not in get_args(EvaluatorCoordinates):
-        raise ValueError(
-            f"coordinates must be 'noise', 'latent' or 'whitened', got {coordinates!r}"
-        )
-    warmup = check_count("warmup", warmup, int(coordinates == "whitened"))
-    if schedule is None and kernel is None:
-        return None
-    schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)
-    with torch.inference_mode(False):
-        kernel = HMC() if kernel is None else kernel
-    return Annealing(kernel, schedule, coordinates, warmup, without)
-
-
-# Chains for each coordinate, and the fewest and the most of a weight.
-_PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 # Transitions between two evaluations of the population.
 MOVES = 5
-# Numbers of the factors of all weights, above which correlations are left out.
+# The number of entries of all factors above which correlations are left out.
 _LARGEST = 1 << 24
-
-
-def population(dim: int) -> int:
-    """Return the number of chains that determine the covariance of so many coordinates."""
-    return min(_MOST, max(_FEWEST, _PER_COORDINATE * dim))
 
 
 def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
     r"""
     Return the map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
-    The chains begin at the guide's draws and move with respect to the posterior itself. After each
-    window coordinates are white with respect to where they stand then, and the step size has
-    adapted; so the chains spread as far as the posterior does, window by window.
+    The chains start from draws of the guide, with the posterior as their target. After each window
+    the coordinates are standardized with the current positions, and the step size has adapted. So
+    the chains spread over the posterior, window by window.
 
-    :param transition: by the kernel.
+    :param transition: a transition of the kernel.
     :raises ValueError: for discrete sites of the guide, and for angles.
     """
     discrete = density.log_weight.plan.discrete
     if discrete:
         raise ValueError(
             f"coordinates='whitened' moves all latents, but the guide's site{named(discrete)} "
-            f"discrete: use coordinates='noise', where they stay as they were drawn"
+            f"discrete: use coordinates='noise', which keeps their drawn values"
         )
     angles = [n for n, fn in density.log_weight.unconstrained.items() if is_circular(fn)]
     if angles:
         raise ValueError(
-            f"coordinates='whitened' fits a normal density on the line, but the guide's site"
-            f"{named(tuple(angles))} an angle, which has no end there: use coordinates='noise'"
+            f"coordinates='whitened' fits a normal density on the real line, but the guide's site"
+            f"{named(tuple(angles))} an angle, which is periodic: use coordinates='noise'"
         )
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST
@@ -338,38 +262,35 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
     return whitening
 
 
-# What all evaluators take: the model and the guide with their arguments, and the same options.
-
-# How many numbers the draws of one chunk may have by default, over all sites.
-_CHUNK = 1 << 23
+# The arguments of all evaluators: model and guide with their arguments, and options.
 
 
 @dataclass(frozen=True)
 class Options:
     """
-    The options that all evaluators share.
+    The options of all evaluators; see :func:`log_evidence`.
 
-    :param int num_particles: how many weights each datum has, K.
-    :param schedule: for chains: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0
+    :param int num_particles: the number of weights of each datum, K.
+    :param schedule: for chains, a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0
         to 1, or the number of linear steps; 10 if only a kernel is given.
     :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
         given.
-    :param str coordinates: what chains move, ``"noise"`` or ``"latent"``; ``"whitened"`` moves what
-        makes the posterior about a standard normal, from a normal fitted to it: for guides that are
-        far off. See :func:`log_evidence`.
-    :param int warmup: annealed chains before the evaluation, from which an adaptive step size
-        learns, one update each, and which are thrown away; 0 takes it as it is.
-    :param int chunk_size: how many particles are run at once; by default as many as fit 64 MiB.
-    :param joint: weigh global and local latents together; None does so if the guide draws global
-        ones.
-    :param int seed: for a random stream of its own.
-    :param vectorize_particles: run the programs once per chunk, instead of once per particle; None
-        where that has a loop's numbers.
+    :param str coordinates: the coordinates that chains move, ``"noise"``, ``"latent"`` or
+        ``"whitened"``.
+    :param int warmup: the number of annealed chains that are run before the evaluation and
+        discarded. Each updates an adaptive step size once; with 0 the step size does not adapt.
+    :param int chunk_size: the number of particles in one run; by default as many as fit 64 MiB.
+    :param joint: use one weight for global and local latents; None does so if the guide draws
+        global latents.
+    :param int seed: the seed of a separate random stream.
+    :param vectorize_particles: run model and guide once per chunk, instead of once per particle;
+        None does so if the densities are those of a loop.
     :param max_plate_nesting: as in Pyro; inferred by default.
-    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration,
-        which are drawn otherwise.
-    :param progress: show a bar, if ``tqdm`` is installed; None does on a terminal and in notebooks,
-        for what takes longer than two seconds.
+    :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
+        enumeration; False draws them.
+    :param progress: show a progress bar if ``tqdm`` is installed; None shows it on a terminal and
+        in notebooks, if the evaluation takes longer than two seconds, and otherwise logs a line
+        per minute.
     """
 
     num_particles: int = 1000
@@ -385,12 +306,8 @@ class Options:
     strict_enumeration_warning: bool = False
     progress: bool | None = None
 
-    def chunk(self, numbers: int) -> int:
-        """Return the number of particles that run at once, for so many numbers each."""
-        return self.chunk_size or max(1, _CHUNK // max(1, numbers))
-
     def __post_init__(self) -> None:
-        # An int of NumPy, or a tensor, is an int from here on.
+        # Convert NumPy ints and tensors to int.
         object.__setattr__(self, "num_particles", check_count("num_particles", self.num_particles))
         if self.chunk_size is not None:
             object.__setattr__(self, "chunk_size", check_count("chunk_size", self.chunk_size))
@@ -398,89 +315,70 @@ class Options:
         check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
         check_flag("progress", self.progress, or_none=True)
+        if self.kernel is not None and not isinstance(self.kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel such as HMC(), got {self.kernel!r}")
+        if self.coordinates not in get_args(EvaluatorCoordinates):
+            raise ValueError(
+                f"coordinates must be 'noise', 'latent' or 'whitened', got {self.coordinates!r}"
+            )
+        least = int(self.coordinates == "whitened")
+        object.__setattr__(self, "warmup", check_count("warmup", self.warmup, least))
 
     def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:
-        """Return the requested transitions; see :func:`make_annealing`."""
-        return make_annealing(self.schedule, self.kernel, self.coordinates, self.warmup, without)
+        """
+        Return copies of the requested transitions; None without ``schedule`` and ``kernel``.
+
+        :param str without: as in :class:`Annealing`.
+        """
+        if self.schedule is None and self.kernel is None:
+            return None
+        schedule = as_schedule(self.schedule, DEFAULT_STEPS if self.schedule is None else None)
+        return Annealing(self.kernel, schedule, self.coordinates, self.warmup, without)
 
 
-def prepare(
-    evaluator: Callable[..., object],
+def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) -> Options:
+    """
+    Return the options of an evaluator.
+
+    :param defaults: options that have other defaults in this evaluator.
+    :raises TypeError: for a keyword that is no option.
+    """
+    for keyword in (n for n in options if n not in Options.__dataclass_fields__):
+        raise TypeError(
+            f"{evaluator} has no option '{keyword}': keyword arguments of the model and the guide "
+            f"go into model_kwargs={{'{keyword}': ...}}, or for a loader into its batches"
+        )
+    return Options(**{**defaults, **options})
+
+
+def make_programs(
     model: Program,
     guide: Program,
     args: tuple[object, ...],
     model_kwargs: Mapping[str, object] | None,
-    keywords: Mapping[str, object],
-    **defaults: object,
-) -> tuple[Programs, Options]:
+) -> Programs:
     """
-    Divide the keywords of an evaluator's call into options and arguments of the programs.
+    Return model and guide with their arguments.
 
-    Names of options are options, all others are the programs'. If programs have an argument with
-    the name of an option, ``model_kwargs`` holds all of their keyword arguments.
-
-    :param evaluator: the function that was called, whose own parameters are options too.
-    :param defaults: options that have other defaults in this evaluator.
-    :raises ValueError: for a name that is an option and an argument of a program.
+    :raises ValueError: if the keyword arguments are not a dict.
     """
-    name, shared = evaluator.__name__, {f.name for f in fields(Options)}
-    options = {n: v for n, v in keywords.items() if n in shared}
-    keywords_of_model = {n: v for n, v in keywords.items() if n not in shared}
-    parameters = inspect.signature(evaluator).parameters.values()
-    ambiguous = {*options, *(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)}
-    if model_kwargs is not None:
-        if not isinstance(model_kwargs, Mapping):
-            raise ValueError(
-                f"model_kwargs must be a dict of the programs' keyword arguments, got "
-                f"{model_kwargs!r}"
-            )
-        for keyword in keywords_of_model:
-            raise TypeError(
-                f"{name} has no option '{keyword}': with model_kwargs=, put all keyword arguments "
-                f"of the programs into it"
-            )
-        keywords_of_model = dict(model_kwargs)
-        ambiguous = {"model_kwargs"} - set(keywords_of_model)
-    programs = Programs(model, guide, args, keywords_of_model)
-    for role, program in (("model", model), ("guide", guide)):
-        for option in sorted(ambiguous & _open_arguments(program, args)):
-            raise ValueError(
-                f"'{option}' is an option of {name} and an argument of the {role}: pass the "
-                f"programs' keyword arguments as model_kwargs={{'{option}': ...}} (or "
-                f"model_kwargs={{}}, to leave it out), and options beside it"
-            )
-    return programs, Options(**{**defaults, **options})  # type: ignore[arg-type]
-
-
-def _signature(program: Program) -> inspect.Signature | None:
-    """Return the signature of a program; None for a wrapper, which may take other arguments."""
-    target = program.forward if isinstance(program, nn.Module) else program
-    try:
-        return inspect.signature(target, follow_wrapped=False)
-    except (TypeError, ValueError):
-        return None
-
-
-def _open_arguments(program: Program, args: tuple[object, ...]) -> set[str]:
-    """Return the named arguments of a program that are not passed by position."""
-    if (signature := _signature(program)) is None:
-        return set()
-    parameters = list(signature.parameters.values())
-    filled = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return named - {p.name for p in filled[: len(args)]}
+    if not isinstance(model_kwargs, Mapping | None):
+        raise ValueError(
+            f"model_kwargs must be a dict of the programs' keyword arguments, got {model_kwargs!r}"
+        )
+    return Programs(model, guide, args, dict(model_kwargs or {}))
 
 
 def as_arguments(batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """
-    Positional and keyword arguments: those of a tuple or a list, of a mapping, or a single one.
+    Return positional and keyword arguments from a tuple or list, a mapping, or a single argument.
 
     :raises ValueError: for None.
     """
     if batch is None:
         raise ValueError(
-            "a batch, or what to_args makes of it, is None: return the programs' arguments, as a "
-            "tuple, a dict of keyword arguments, or the only one"
+            "a batch, or the result of to_args, is None: return the arguments of model and guide "
+            "as a tuple, a dict of keyword arguments, or a single argument"
         )
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -495,12 +393,15 @@ def check_function(name: str, value: object) -> None:
 
 def check_call(programs: Programs) -> None:
     """
-    Check that a batch can be the programs' arguments.
+    Check that a batch can be the arguments of model and guide.
 
-    :raises ValueError: naming what a program says of arguments that it does not take.
+    :raises ValueError: with the error of the call, if it cannot.
     """
     for role, program in (("model", programs.model), ("guide", programs.guide)):
-        if (signature := _signature(program)) is None:
+        target = program.forward if isinstance(program, nn.Module) else program
+        try:
+            signature = inspect.signature(target, follow_wrapped=False)
+        except (TypeError, ValueError):  # a wrapper, which may have other arguments
             continue
         try:
             signature.bind(*programs.args, **programs.kwargs)
@@ -509,5 +410,5 @@ def check_call(programs: Programs) -> None:
             raise ValueError(
                 f"the {role} cannot be called with a batch, whose entries are its arguments "
                 f"({', '.join(type(a).__name__ for a in arguments)}): {error}. Pass to_args=..., "
-                f"which makes the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
+                f"which returns the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
             ) from error

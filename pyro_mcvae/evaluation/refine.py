@@ -1,9 +1,9 @@
-"""Posterior draws: the guide's, resampled by their weights or moved by chains."""
+"""Posterior draws: draws of the guide, resampled by their weights or moved by chains."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,183 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import Target
+from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
-from pyro_mcvae.evaluation.evidence import importance_sampler
-from pyro_mcvae.evaluation.options import LEAVE_OUT, prepare
-from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary
+from pyro_mcvae.evaluation.options import LEAVE_OUT, make_options, make_programs
+from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.particles.sampler import WeightedParticles, with_drawn_states
+from pyro_mcvae.programs.messengers import Minibatch
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_factor, is_latent
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Program, Site, plate_frames
+
+# Posterior draws, with diagnostics.
+
+
+class PosteriorDraws(dict[str, Tensor]):
+    """
+    A dict with draws of every latent of the model, in its support: shape ``[num_samples,
+    *site_shape]``, for ``pyro.infer.Predictive(model, posterior_samples=draws)``.
+
+    :func:`refine` returns it, and has an example.
+
+    :ivar log_weight: the log weight of the candidate or chain of each draw, shape ``[num_samples,
+        *plates]``.
+    :ivar pareto_k: the tail index of the weights of all candidates, shape ``[*plates]``.
+    :ivar acceptance: the mean acceptance of the chain of each draw, same shape as ``log_weight``;
+        None without chains.
+    :ivar step_size: the step size of chains; None without chains.
+    :ivar log_likelihood: for each observed site (and ``pyro.factor``), log p(x | z) of each datum,
+        shape ``[num_samples, *batch_shape]``; 0 where it is masked.
+    :ivar observed: the observations, by site.
+    :ivar plates: the names of the plates of ``log_weight``.
+    :ivar dims: for each site, the names of the plates of its batch dims, leftmost first.
+    :ivar coords: for each plate, the indices of its data.
+    """
+
+    log_weight: Tensor
+    pareto_k: Tensor
+    acceptance: Tensor | None
+    step_size: Tensor | None
+    log_likelihood: dict[str, Tensor]
+    observed: dict[str, Tensor]
+    plates: tuple[str, ...]
+    dims: dict[str, tuple[str, ...]]
+    coords: Minibatch
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of draws."""
+        return len(self.log_weight)
+
+
+def site_draws(
+    sample: WeightedParticles, log_weight: Tensor, acceptance: Tensor | None
+) -> PosteriorDraws:
+    """
+    Return the draws of a sample, in the shapes of a run without particles.
+
+    :raises ValueError: if its runs have different sites.
+    """
+    draws, first = PosteriorDraws(), sample.runs[0]
+    draws.log_weight, draws.acceptance = log_weight, acceptance
+    draws.plates = sample.plate_names
+    draws.log_likelihood, draws.observed, draws.dims = {}, {}, {}
+    draws.coords = Minibatch()
+    for name, site in _latents(first):
+        draws[name] = site_values(sample, name, site)
+        draws.dims[name] = site_dims(site)
+    for term in _observed(first):
+        name = term.key.name
+        draws.log_likelihood[name] = _stack(
+            sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
+        )
+        draws.dims[name] = site_dims(term.site)
+        if not is_factor(term.site["fn"]):  # whose value is empty
+            draws.observed[name] = _in_full(term.site, len(draws.dims[name]))
+    sites = [t.site for t in first.terms if not t.in_guide]
+    for name, size in _plate_sizes(sites).items():
+        index = sample.subsamples.get(name)
+        floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
+        if not isinstance(index, Tensor) or floats or len(index) != size:
+            index = torch.arange(size)
+        draws.coords[name] = index
+        draws.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
+    return draws
+
+
+def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
+    """Return the values of a latent of the model, ``[K, *site_shape]``."""
+    depth = site["fn"].event_dim
+    return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
+
+
+def _in_full(site: Site, depth: int) -> Tensor:
+    """Expand an observed value over all dims of its plates."""
+    shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
+    shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
+    return value.expand(torch.broadcast_shapes(shape, value.shape))
+
+
+def _plate_sizes(sites: list[Site]) -> dict[str, int]:
+    """Return the full size of each plate that has a size."""
+    sizes: dict[str, int] = {}
+    for site in sites:
+        shape = site["fn"].batch_shape
+        for frame in plate_frames(site):
+            if frame.dim is not None:
+                here = shape[frame.dim] if -frame.dim <= len(shape) else 1
+                size = frame.size if frame.size >= 0 else here
+                sizes[frame.name] = max(size, sizes.get(frame.name, 1))
+    return sizes
+
+
+def _latents(run: Run) -> Iterator[tuple[str, Site]]:
+    return ((n, s) for n, s in run.model_trace.nodes.items() if is_latent(s))
+
+
+def _observed(run: Run) -> Iterator[Term]:
+    sites = (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+    return (t for t in sites if not is_transported(t.site))
+
+
+def _term(run: Run, name: str) -> Term:
+    return next(t for t in run.terms if not t.in_guide and t.key.name == name)
+
+
+def site_dims(site: Site) -> tuple[str, ...]:
+    """Return the names of a site's batch dims, which are those of its plates, leftmost first."""
+    names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
+    depth = max((-d for d in names), default=0)
+    # Dims of size one between plates get separate names.
+    return tuple(names.get(d, f"{site['name']}_batch_{-d}") for d in range(-depth, 0))
+
+
+def _stack(
+    sample: WeightedParticles,
+    name: str,
+    site: Site,
+    event_dim: int,
+    pick: Callable[[Run, str], Tensor],
+) -> Tensor:
+    parts = []
+    for run in sample.runs:
+        if name not in run.model_trace.nodes:
+            raise ValueError(
+                f"site '{name}' is in some draws of the model and not in others, so that their "
+                f"values have no common shape: use a model whose sites do not depend on latents"
+            )
+        parts.append(_leading(run, pick(run, name), len(site_dims(site)), event_dim))
+    shape = parts[0].shape[1:]
+    if any(p.shape[1:] != shape for p in parts):
+        raise ValueError(
+            f"site '{name}' has another shape in each draw of the model, such as {tuple(shape)}: "
+            f"use a model whose plates do not depend on latents"
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
+    """Reshape to ``[lead, *natural shape]``, and remove dims of size one between them."""
+    begin = max(0, value.dim() - event_dim - depth)
+    if run.leading is None:  # dims to the left, outside all plates
+        begin = next((i for i, n in enumerate(value.shape[:begin]) if n != 1), begin)
+    inner = value.shape[begin:]
+    batch = value.dim() - event_dim
+    if run.leading is None or batch <= run.nesting:
+        value = value.reshape(inner).unsqueeze(0)
+        return value.expand(run.leading or 1, *inner)
+    return value.expand(run.leading, *value.shape[1:]).reshape(run.leading, *inner)
+
+
+# Choose draws by their weights, and move them.
 
 
 def choose(log_weight: Tensor) -> Tensor:
     """Draw the index of one candidate per draw and datum, ``[count, *plates]``."""
-    # Where every candidate has weight zero, none is better than another.
+    # If all candidates have weight zero, select one uniformly.
     hopeless = log_weight.isneginf().all(1, keepdim=True)
     logits = torch.where(hopeless, 0.0, log_weight)
     noise = -torch.empty_like(logits).exponential_().log()
@@ -30,9 +195,7 @@ def choose(log_weight: Tensor) -> Tensor:
 
 
 def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
-    """
-    Select the chosen ones of ``[count * candidates, *plates, ...]``: ``[count, *plates, ...]``.
-    """
+    """Select the chosen candidates: ``[count * candidates, ...]`` to ``[count, *plates, ...]``."""
     grouped = value.unflatten(0, (len(chosen), -1))
     index = chosen.unsqueeze(1)
     index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
@@ -56,35 +219,37 @@ def refine(
     r"""
     Draw from the posterior :math:`p(z \mid x)`, starting with draws of the guide.
 
-    Each draw is chosen among ``num_particles`` candidates :math:`z^k`, per datum, with probability
+    Each draw is selected from ``num_particles`` candidates :math:`z^k`, per datum, with probability
 
     .. math:: \Pr(k) = w_k / \sum_j w_j .
 
-    Without a schedule or kernel the candidates are the guide's draws (sampling importance
-    resampling [1]); with one they are the ends of annealed chains, weighed by W. Then
-    ``num_transitions`` more transitions with the posterior as target move the draw. Draws are
-    independent of each other. They follow the posterior exactly in the limit of many candidates,
-    or of many transitions.
+    Without a schedule or kernel the candidates are draws of the guide (sampling importance
+    resampling [1]). With a schedule or kernel they are the last positions of annealed chains, with
+    their weights. Then ``num_transitions`` more transitions with the posterior as target move the
+    draw. Draws are independent of each other. They follow the posterior exactly in the limit of
+    many candidates or many transitions.
 
-    Global latents that the guide draws are weighed and moved together with the local ones, over
-    all data. With ``joint=False`` they are the guide's own draws, a new one for each draw, and only
-    the local ones are refined given these (one draw after the other: slower). Sites that the model
-    enumerates are drawn last, from p(y | x, z), as :func:`pyro.infer.infer_discrete` draws them.
+    Global latents that the guide draws have a common weight with the local latents, and move
+    together with them, over all data. With ``joint=False`` the global latents are draws of the
+    guide, a new one for each draw, and only the local latents are refined (one draw after the
+    other, which is slower). Sites that the model enumerates are drawn last, from p(y | x, z), as in
+    :func:`pyro.infer.infer_discrete`.
 
-    A :class:`TruncatedPosterior` has draws of its own: ``guide.posterior(...).sample``.
+    For a :class:`TruncatedPosterior`, use ``guide.posterior(...).sample``.
 
-    :param int num_samples: how many draws.
+    :param int num_samples: the number of draws.
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param int num_transitions: transitions at the end, with an adjusted kernel.
+    :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: as in :func:`log_evidence`.
-    :param options: as in :func:`log_evidence`; ``num_particles=10`` are the candidates per draw.
+    :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
+        draw.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 
-    Warns where :math:`\hat k` of the candidates' weights is above 0.7.
+    A warning is logged if :math:`\hat k` of the candidates' weights is above 0.7.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -106,9 +271,8 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    programs, settings = prepare(
-        refine, model, guide, args, model_kwargs, options, num_particles=10
-    )
+    settings = make_options("refine", options, num_particles=10)
+    programs = make_programs(model, guide, args, model_kwargs)
     num_samples = check_count("num_samples", num_samples)
     num_transitions = check_count("num_transitions", num_transitions, 0)
     if num_transitions and settings.schedule is None and settings.kernel is None:
@@ -122,12 +286,12 @@ def refine(
         )
     candidates = settings.num_particles
     summary, parts, done = WeightSummary(num_samples * candidates), [], 0
-    with importance_sampler(programs, settings, annealing) as sampler:
-        # A draw needs all of its candidates at once.
-        size = 1 if sampler.has_fixed_draws else max(1, sampler.chunk_size // candidates)
+    with weights_of(programs, settings, annealing) as sampler:
+        # All candidates of a draw must be in the same chunk.
+        size = 1 if sampler.drawn else max(1, sampler.chunk_size // candidates)
         sampler.progress.expect(num_samples * candidates)
         while done < num_samples:
-            if sampler.has_fixed_draws and done:
+            if sampler.drawn and done:
                 sampler.renew()
             count = min(size, num_samples - done)
             parts.append(_refined(sampler, count, candidates, num_transitions, summary))
@@ -143,8 +307,8 @@ def refine(
     if candidates > 1 and bad:
         warnings.warn(
             f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
-            f"posteriors (largest {float(draws.pareto_k.max()):.2f}): their draws may miss what "
-            f"the guide misses. {sampler.remedy}",
+            f"posteriors (largest {float(draws.pareto_k.max()):.2f}): draws may miss the same "
+            f"regions as the guide. Use chains (schedule=10 or more), or num_transitions",
             stacklevel=2,
         )
     return draws
@@ -191,7 +355,7 @@ def _refined(
         position = _move(density, sampler, position, chosen, transitions)
     if isinstance(density, WhitenedDensity):
         position = density.whitening.position(position)
-    sample = sampler.with_drawn_states(at(position.detach()).sample)
+    sample = with_drawn_states(sampler.programs, at(position.detach()).sample)
     return site_draws(sample, select_chosen(log_weight, chosen), acceptance)
 
 
@@ -202,7 +366,7 @@ def _move(
     chosen: Tensor,
     transitions: int,
 ) -> Tensor:
-    """Further transitions that leave the posterior invariant."""
+    """Make further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
     movable = density.log_weight.movable
     movable = None if movable is None else select_chosen(movable, chosen)
@@ -212,3 +376,70 @@ def _move(
     for _ in range(transitions):
         state, _ = transition.step(state, target)
     return state.position
+
+
+# Posterior draws as ArviZ's InferenceData.
+
+
+def to_inference_data(draws: PosteriorDraws) -> Any:
+    """
+    Convert draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
+    ``az.plot_*``.
+
+    The groups are ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with
+    the log weight and, for chains, the acceptance and the step size; and ``observed_data``. Plates
+    are named dimensions, whose coordinates are the indices of the data. The draws are independent.
+    They are split into 4 chains if their number is divisible by 4, so that ArviZ can compare them.
+
+    For predictive draws and deterministic sites (``pyro.deterministic``), pass the result of
+    ``pyro.infer.Predictive(model, posterior_samples=draws)`` to ``arviz.from_dict`` as
+    ``posterior_predictive``.
+
+    :param PosteriorDraws draws: the result of :func:`refine`.
+    :returns: ``arviz.InferenceData`` (ArviZ 0.x), or the ``xarray.DataTree`` of ArviZ 1.x.
+    :raises ValueError: for other draws.
+    :raises ImportError: without ArviZ.
+
+    Example::
+
+        >>> import arviz as az  # doctest: +SKIP
+        >>> data = to_inference_data(refine(model, guide, x))  # doctest: +SKIP
+        >>> az.loo(data)  # doctest: +SKIP
+    """
+    if not isinstance(draws, PosteriorDraws):
+        raise ValueError(
+            f"draws must be the PosteriorDraws that refine returns, got {type(draws).__name__}: "
+            f"pass a plain dict of draws to arviz.from_dict"
+        )
+    try:
+        import arviz
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("to_inference_data needs ArviZ: pip install arviz") from error
+    count = draws.num_samples
+    chains = 4 if count % 4 == 0 and count >= 16 else 1
+    stats = {"log_weight": draws.log_weight}
+    if draws.acceptance is not None:
+        stats["acceptance_rate"] = draws.acceptance
+    if draws.step_size is not None:
+        stats["step_size"] = draws.step_size.expand(count, *draws.step_size.shape)
+    groups = {"posterior": draws, "log_likelihood": draws.log_likelihood, "sample_stats": stats}
+    arrays: dict[str, dict[str, Any]] = {
+        name: {n: _numpy(v.reshape(chains, -1, *v.shape[1:])) for n, v in group.items()}
+        for name, group in groups.items()
+    }
+    arrays["observed_data"] = {n: _numpy(v) for n, v in draws.observed.items()}
+    arrays = {n: group for n, group in arrays.items() if group}
+    plates = {**draws.dims, "log_weight": draws.plates, "acceptance_rate": draws.plates}
+    # A dimension must not have the name of a variable.
+    names_in_use = {n for group in arrays.values() for n in group} | {"chain", "draw"}
+    renamed = {n: f"{n}_plate" if n in names_in_use else n for n in draws.coords}
+    dims = {n: [renamed.get(d, d) for d in names] for n, names in plates.items() if names}
+    used = {d for names in dims.values() for d in names}
+    coords = {renamed[n]: _numpy(c) for n, c in draws.coords.items() if renamed[n] in used}
+    if int(str(arviz.__version__).split(".")[0]) < 1:
+        return arviz.from_dict(**arrays, coords=coords, dims=dims)
+    return arviz.from_dict(arrays, coords=coords, dims=dims)
+
+
+def _numpy(value: object) -> Any:
+    return torch.as_tensor(value).detach().cpu().numpy()

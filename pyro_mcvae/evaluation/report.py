@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,37 +21,36 @@ from pyro_mcvae.evaluation.evidence import (
     fraction,
     has_light_tail,
     table,
-    weights_of,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     EvaluatorCoordinates,
     Options,
-    make_annealing,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights
+from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
 
-# Share of the weights that may be doubtful; nats per weight that are close enough, and those that
-# are no difference; an error within which all agrees.
+# The fraction of weights that may be doubtful. A gap that counts as closed, and a difference that
+# counts as none, in nats per weight. The largest error at which two estimates can agree.
 _FEW, _CLOSE, _SMALL, _WIDE = 0.05, 0.1, 0.02, 0.1
 # Nats of the ELBO's gap that a bound of many draws halves at best (docs/choose.md, measured on nine
 # models).
 _TENS = 20.0
 # Chance of a false alarm, over all data together.
 _ALARM = 0.01
-# Steps of the chains: the second ones show whether the first were long enough. Where they were not,
-# the last ones move in coordinates of their own. Chains of all data, and the fewest of each datum.
+# Steps of the chains. The second chains check whether the first were long enough. If not, the last
+# ones run in white coordinates. Number of chains over all data, and the fewest per datum.
 _RUNGS: tuple[tuple[int, EvaluatorCoordinates | None], ...]
 _RUNGS = (10, None), (40, None), (40, "whitened")
 _CHAINS, _FEWEST = 10_000, 20
-# From the prior: chains of all data, the fewest of each, and of a warm-up that begins with large
-# steps, of the prior's own spread.
+# From the prior: number of chains over all data, the fewest per datum, warm-up steps, and the first
+# step size, which has the scale of the prior.
 _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
 
 
@@ -68,16 +67,14 @@ class Report:
     :ivar chains: the :class:`.LogEvidence` of each length of chains from the guide's draws, the
         longest last.
     :ivar no_chains: the reason why no chains, or no longer ones, ran.
-    :ivar states: the number of states of a datum, if the guide is a :class:`TruncatedPosterior`.
     """
 
     evidence: LogEvidence
     guide: LogEvidence
     discrete: tuple[str, ...]
-    prior: LogEvidence | str = "not asked for"
+    prior: LogEvidence | str = "not requested"
     chains: tuple[LogEvidence, ...] = ()
     no_chains: str = ""
-    states: int | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -93,13 +90,17 @@ class Report:
     def missed(self) -> Tensor:
         r"""
         Return a mask of the data for which the guide misses a part of the posterior: :math:`\hat k`
-        is good, and chains find significantly more evidence. All data together have a chance of one
-        in a hundred of a false alarm. Without chains it is False.
+        is good, and chains find significantly more evidence. The probability of a false alarm is
+        0.01 over all data. Without chains the mask is False.
         """
-        missed = torch.zeros_like(self._good)
+        missed = torch.zeros_like(self.guide.unreliable)
         for chains in (self.evidence, self.prior):
             more, error, counts, sizes = self._excess(chains)
-            limit = _student_limit(1 - _ALARM / more.numel(), (sizes - 1).clamp_min(1.0))
+            # The quantile of Student's t by its expansion around the normal one.
+            freedom = (sizes - 1).clamp_min(1.0)
+            z = torch.special.ndtri(freedom.new_tensor(1 - _ALARM / more.numel()))
+            second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+            limit = z + (z**3 + z) / (4 * freedom) + second
             missed |= counts & (more > _CLOSE) & (more > limit * error)
         return missed
 
@@ -112,37 +113,29 @@ class Report:
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
-    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return by how much chains find more evidence than the guide, with its error, where both
-        estimates count, and the smaller effective sample size."""
-        guide, shape = self.guide, self.guide.log_evidence.shape
-        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
-        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
-            chains, comparable = guide, False
-        # Chains have no dim for a plate of one datum, which the guide's weights may have.
-        more = chains.log_evidence.reshape(shape) - guide.log_evidence
-        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
-        sizes = torch.minimum(
-            chains.effective_sample_size.reshape(shape), guide.effective_sample_size
-        )
-        counts = self._good & ~chains.unreliable.reshape(shape) & comparable
-        return more, error, counts, sizes
-
-    @property
-    def _good(self) -> Tensor:
-        """
-        Return a mask of the data whose weights are reliable enough for the comparison. Heavier
-        tails find less evidence; if many are heavy, the guide is too narrow, and some k-hats are
-        good by chance.
-        """
-        light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
-        return light & (fraction(self.guide.unreliable) <= 0.5)
-
     @property
     def checked_modes(self) -> bool:
         """Return whether chains from the prior were compared with the guide for most data."""
         _, _, counts, sizes = self._excess(self.prior)
         return fraction(~counts | (sizes < 10)) <= 0.5
+
+    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Return by how much chains find more evidence than the guide, with its error, where both
+        estimates count, and the smaller effective sample size. Heavier tails find less evidence; if
+        many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        """
+        guide, shape = self.guide, self.guide.log_evidence.shape
+        counts = has_light_tail(guide, 0.7) & (fraction(guide.unreliable) <= 0.5)
+        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
+        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
+            chains, counts = guide, torch.zeros_like(counts)
+        # Chains have no dim for a plate of one datum, which the guide's weights may have.
+        more = chains.log_evidence.reshape(shape) - guide.log_evidence
+        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
+        sizes = chains.effective_sample_size.reshape(shape)
+        sizes = torch.minimum(sizes, guide.effective_sample_size)
+        return more, error, counts & ~chains.unreliable.reshape(shape), sizes
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """
@@ -159,10 +152,11 @@ class Report:
     @property
     def trusted(self) -> bool:
         r"""
-        Return whether the evidence is known within about its errors. Either :math:`\hat k` plus two
-        of its errors is at most 0.5, as in ``LogEvidence.doubtful``, for all but a twentieth of the
-        weights, or chains of four times the length agree. It is never trusted if :math:`\hat k` is
-        above 0.7, or the effective sample size below 10, for more than a twentieth of the weights.
+        Return whether the evidence and its error can be trusted. This holds if :math:`\hat k` plus
+        two of its errors is at most 0.5 for all but a twentieth of the weights (see
+        ``LogEvidence.doubtful``), or if chains of four times the length agree. It never holds if
+        :math:`\hat k` is above 0.7, or the effective sample size below 10, for more than a
+        twentieth of the weights.
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
@@ -178,8 +172,28 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """Return what to try next, in a sentence: the rule of ``docs/choose.md``."""
-        return _advice(self)
+        """Return what to try next, in one sentence, by the rules of ``docs/choose.md``."""
+        labellings = self.evidence.labellings
+        # No loss closes the part of the gap that comes from labellings.
+        missing = 0.0 if labellings is None else labellings.added or 0.0
+        gap, heavy = float(self.gap.mean()) - missing, fraction(self.guide.unreliable)
+        richer = "a richer guide (full covariances, or a flow)"
+        if self.misses:
+            return f"Next: train the guide from other initial values, or use {richer}."
+        if gap < _CLOSE and heavy <= _FEW:
+            part = "one labelling of " if missing > _CLOSE else ""
+            return f"The guide is close to {part}the posterior: the ELBO is tight enough."
+        if self.discrete:
+            sites = ", ".join(self.discrete)
+            loss = "TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound)"
+            return f"Next: use {loss}, or let {sites} depend on each other in the guide."
+        count = 100 if self.gap.numel() == 1 else 10
+        loss, more = f"TraceIWAE_ELBO(num_particles={count})", "particles"
+        then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
+        if gap > _TENS:
+            loss, more = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)", "steps"
+            then = f"; or {richer}"
+        return f"Next: use {loss}, with more {more} if you trained with it already{then}."
 
     def __str__(self) -> str:
         guide, n = self.guide, self.gap.numel()
@@ -206,8 +220,30 @@ class Report:
             lines.append("no chains from the prior: see prior")
         if self.evidence.labellings is not None:
             lines.append(f"exchangeable: {self.evidence.labellings.short}")
-        sentences = _trust(self), _reach(self), self.advice
+        sentences = *self._reliability, self.advice
         return "\n".join([lines[0], lines[1], *map(filled, (*lines[2:], *sentences))])
+
+    @property
+    def _reliability(self) -> tuple[str, str]:
+        """Return whether the evidence is known, and whether modes may be missed."""
+        known = "The evidence and its error can be trusted."
+        modes = "Modes that the guide misses would not be detected."
+        if not self.checked_modes and not isinstance(self.prior, str):
+            known = f"{known[:-1]}, if no mode is missed."
+        if self.checked_modes:
+            modes = "Chains from the prior find no modes that the guide misses."
+        if self.misses:
+            modes = "The guide misses a part of the posterior, such as a mode."
+        if not self.trusted:
+            steps = max((_steps(c) for c in self.chains), default=0)
+            more = f"num_particles={10 * self.evidence.num_particles}"
+            if not self.discrete:
+                more = f"chains (schedule={4 * steps or 10}) or {more}"
+            known = (
+                f"The evidence is a lower bound, and its error may be much larger than printed; "
+                f"{more} may come closer."
+            )
+        return known, modes
 
 
 def report(
@@ -223,34 +259,31 @@ def report(
     Evaluate a guide: its bound, the evidence, the gap between them, the tails of the weights, the
     data with the largest gaps, and what to try next.
 
-    The guide's own weights are always drawn. They are doubtful if, for more than a twentieth of the
-    weights, :math:`\hat k` plus two of its errors is above 0.5, or there are fewer than 500 draws.
-    Then annealed chains of ten steps run too, and give the evidence. If these are doubtful as well,
-    chains of 40 steps run. If the two disagree, chains in white coordinates run (see
-    :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these chains. ``Report.trusted``
-    is whether the evidence is known about as well as its error says.
+    The importance weights of the guide are always computed. They are doubtful if :math:`\hat k`
+    plus two of its errors is above 0.5 for more than a twentieth of the weights, or if there are
+    fewer than 500 draws. In that case the evidence is estimated by annealed chains of ten steps. If
+    these are doubtful as well, chains of 40 steps run. If the two disagree, chains in white
+    coordinates run (see :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these
+    chains. ``Report.trusted`` is whether the evidence and its error can be trusted.
 
-    **Missed modes**: a mode of the posterior where the guide never draws changes neither
-    :math:`\hat k` nor the effective sample size. So 50 to 200 chains run from draws of the model's
+    **Missed modes**: if the guide never draws near a mode of the posterior, neither :math:`\hat k`
+    nor the effective sample size changes. Therefore 50 to 200 chains run from draws of the model's
     prior to the posterior, in ten steps. If they find more evidence than the guide's weights, the
     guide misses a part of the posterior. If the prior is far from the posterior, as with many
-    latents, they find less, and nothing is known. They take about 100 gradients of the model and
-    guide, with at most 200 particles each. Discrete latents of the guide are drawn from the prior
-    and weighed.
+    latents, they find less evidence, and the check is inconclusive. It takes about 100 gradients of
+    the model and guide, with at most 200 particles each. Discrete latents of the guide are drawn
+    from the prior and weighted.
 
     If components are exchangeable, as in mixtures, the evidence includes all labellings; see
     :class:`Labellings`.
 
-    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound. Chains or
-    draws from the prior can find more.
-
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param bool check_modes: run chains from the prior. None runs them unless particles are looped
-        over, where each chain is a separate run.
+    :param bool check_modes: run chains from the prior. None runs them unless particles run one by
+        one, because each chain is then a separate run.
     :param bool escalate: run chains if the guide's weights are doubtful. None runs them unless
-        particles are looped over.
+        particles run one by one.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`.Report`, to print.
@@ -265,20 +298,18 @@ def report(
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.2))
-        >>> found = report(model, guide, torch.linspace(-2, 2, 50))
-        >>> found.advice.partition(",")[0]
-        'Next: take TraceIWAE_ELBO(num_particles=10)'
+        >>> result = report(model, guide, torch.linspace(-2, 2, 50))
+        >>> result.advice.partition(",")[0]
+        'Next: use TraceIWAE_ELBO(num_particles=10)'
     """
-    programs, settings = prepare(report, model, guide, args, model_kwargs, options)
+    settings = make_options("report", options)
+    programs = make_programs(model, guide, args, model_kwargs)
     check_flag("check_modes", check_modes, or_none=True)
     check_flag("escalate", escalate, or_none=True)
     annealing, count = settings.annealing(), settings.num_particles
     with weights_of(programs, settings) as weights:
         plain = estimate(weights, count)
-        states = weights.guide.num_states if isinstance(weights, StateWeights) else None
         no_chains = _why_not_run("escalate", escalate, weights.loops)
-        if states is not None:
-            no_chains = "no chain moves discrete states"
         chains: tuple[LogEvidence, ...] = ()
         if annealing is not None:
             chains, no_chains = (estimate(weights.annealed(annealing), count),), ""
@@ -288,13 +319,13 @@ def report(
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
         )
-        return Report(evidence, plain, weights.discrete, prior, chains, no_chains, states)
+        return Report(evidence, plain, weights.discrete, prior, chains, no_chains)
 
 
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
     """Return why chains do not run; empty if they do."""
     if requested is None and loops:
-        return f"particles are looped over: {name}=True runs them"
+        return f"particles run one by one: {name}=True runs them"
     return f"{name}=False" if requested is False else ""
 
 
@@ -307,7 +338,7 @@ def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> boo
     """
     Return whether longer chains give the same evidence, within two errors.
 
-    :param most: the largest error at which that counts.
+    :param most: the largest error at which estimates can agree.
     """
     error = torch.hypot(short.mean_standard_error, long.mean_standard_error)
     same = (long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL)
@@ -319,7 +350,7 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
     Run chains from the guide's draws, and chains of four times the length if the first are
     doubtful. If both are and disagree, run chains from a normal density fitted to the posterior.
 
-    :param weights: those of the guide.
+    :param weights: the importance sampler of the guide.
     :returns: the evidences, the most reliable last, and why no more chains ran.
     """
     evidences: list[LogEvidence] = []
@@ -334,10 +365,16 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
                 coordinates, warmup = whitened or options.coordinates, options.warmup
                 if whitened:
                     kernel, warmup = options.kernel, max(1, warmup)
-                annealing = make_annealing(steps, kernel, coordinates, warmup)
+                annealing = replace(
+                    options,
+                    schedule=steps,
+                    kernel=kernel,
+                    coordinates=coordinates,
+                    warmup=warmup,
+                ).annealing()
                 assert annealing is not None
                 evidences.append(estimate(weights.annealed(annealing), count))
-                kernel = annealing.kernel  # with the step size that it has found
+                kernel = annealing.kernel  # with its adapted step size
                 if _is_sure(evidences[-1]) or (
                     len(evidences) > 1 and _agree(evidences[-2], evidences[-1], _WIDE)
                 ):
@@ -345,7 +382,7 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
     except (ValueError, RuntimeError, NotImplementedError) as error:
         _logger.info("chains from the guide's draws did not run: %s", first_line(error))
         return tuple(evidences), first_line(error)
-    # Each is a lower bound in expectation.
+    # Each evidence is a lower bound in expectation.
     return (*evidences[:1], *sorted(evidences[1:], key=lambda e: float(e.mean))), ""
 
 
@@ -356,14 +393,14 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
     The estimate is unbiased, as the guide's is, and includes modes that the prior draws. If it is
     higher, beyond its error, the guide misses a part of the posterior. If the prior is far from the
     posterior, it is lower, and contains no information. Discrete latents are drawn from the prior
-    and weighed.
+    and weighted.
 
-    :param weights: the guide's, whose minibatch is used.
+    :param weights: the importance sampler of the guide, whose minibatch is used.
     :param num_particles: the largest number of chains of each datum.
-    :returns: the evidence, or why there is none.
+    :returns: the evidence, or why it could not be estimated.
     """
     if weights.fixed_latents:
-        return f"{', '.join(weights.fixed_latents)} are held, and the prior draws them"
+        return f"{', '.join(weights.fixed_latents)} are fixed, but the prior draws them"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -372,19 +409,13 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
                 fewest = max(_FEWEST_FROM_PRIOR, _FROM_PRIOR // weights.elements)
                 num_particles = min(num_particles, fewest)
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
-                prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
+                options = Options(schedule=DEFAULT_STEPS, kernel=kernel, warmup=_WARMUP)
+                prior.annealing = options.annealing()
             return estimate(prior, num_particles, all_labellings=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        # These chains are extra: the report stands without.
+        # These chains are optional: the report is complete without them.
         _logger.info("chains from the prior did not run: %s", first_line(error))
         return first_line(error)
-
-
-def _student_limit(level: float, freedom: Tensor) -> Tensor:
-    """Return the quantile of Student's t by its expansion around the normal one."""
-    z = torch.special.ndtri(freedom.new_tensor(level))
-    first = (z**3 + z) / (4 * freedom)
-    return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _row(name: str, evidence: LogEvidence) -> list[str]:
@@ -396,66 +427,6 @@ def _row(name: str, evidence: LogEvidence) -> list[str]:
         f"{int(evidence.unreliable.sum())} of {evidence.pareto_k.numel()}",
         f"{float(evidence.effective_sample_size.median()):.0f}",
     ]
-
-
-def _trust(report: Report) -> str:
-    if report.trusted:
-        if not report.checked_modes and not isinstance(report.prior, str):
-            return "The evidence is known about as well as its error says, if no mode is missed."
-        return "The evidence is known about as well as its error says."
-    steps = max((_steps(c) for c in report.chains), default=0)
-    more = f"num_particles={10 * report.evidence.num_particles}"
-    if not report.discrete and report.states is None:
-        more = f"chains (schedule={4 * steps or 10}) or {more}"
-    return (
-        f"The evidence is a lower bound, whose error may be many times what is shown; {more} may "
-        f"come closer."
-    )
-
-
-def _reach(report: Report) -> str:
-    if report.misses:
-        return "The guide misses a part of the posterior, such as a mode."
-    if report.checked_modes:
-        return "Chains from the prior find no modes that the guide does not draw."
-    return "Modes that the guide does not draw would not show."
-
-
-def _advice(report: Report) -> str:
-    labellings = report.evidence.labellings
-    # No loss closes the part of the gap that labellings are.
-    missing = 0.0 if labellings is None else labellings.added or 0.0
-    gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
-    richer = "a richer guide (full covariances, or a flow)"
-    if report.states is not None:
-        if _is_sure(report.guide):
-            return f"The {report.states} states of a datum are all of its posterior."
-        return (
-            f"Next: search on (guide.fit(..., num_steps=100), proposals=PriorDraws()), or keep "
-            f"more states (num_states={4 * report.states})."
-        )
-    if report.misses:
-        return f"Next: begin the guide's training elsewhere, or take {richer}."
-    if gap < _CLOSE and heavy <= _FEW:
-        part = "one labelling of " if missing > _CLOSE else ""
-        return f"The guide is close to {part}the posterior: the ELBO is tight enough."
-    if report.discrete:
-        sites = ", ".join(report.discrete)
-        return (
-            f"Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
-            f"or let {sites} depend on each other in the guide."
-        )
-    if gap > _TENS:
-        return (
-            f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps "
-            f"if it was trained by that; or {richer}."
-        )
-    count = 100 if report.gap.numel() == 1 else 10
-    then = "; where ten nats are left, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
-    return (
-        f"Next: take TraceIWAE_ELBO(num_particles={count}), with more particles if it was trained "
-        f"by that{then}."
-    )
 
 
 def _steps(chains: LogEvidence) -> int:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import anneal_back
 from pyro_mcvae.checks.masks import is_transported
-from pyro_mcvae.evaluation.evidence import importance_sampler
 from pyro_mcvae.evaluation.labellings import guide_values
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     Annealing,
     as_arguments,
     check_function,
-    prepare,
+    make_options,
+    make_programs,
 )
-from pyro_mcvae.evaluation.weights import ImportanceSampler
+from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
@@ -40,22 +40,9 @@ from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import NoCoordinateError, Program, Site
 
-# Data simulated from a model, with the latents that they came from.
+# Data simulated from a model, with the latents that generated them.
 
 ToArgs = Callable[[dict[str, Tensor]], object]
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """
-    :ivar programs: model and guide on the simulated data.
-    :ivar latents: the latents that these came from, by the model's site: an exact posterior draw.
-    :ivar trace: the model's execution that drew both.
-    """
-
-    programs: Programs
-    latents: dict[str, Tensor]
-    trace: Trace
 
 
 def simulate(
@@ -63,16 +50,18 @@ def simulate(
     reference: WeightedParticles,
     fixed_sites: frozenset[str],
     to_args: ToArgs | None,
-) -> Simulation:
+) -> tuple[Programs, dict[str, Tensor], Trace]:
     """
     Draw latents from the prior, then observations.
 
-    :param reference: an execution on the user's data, for its minibatch and its held latents.
-    :param fixed_sites: latents that keep the reference's values.
-    :param to_args: maps the observations, by site, to the programs' arguments. None: the observed
-        tensors are replaced where the arguments hold them.
-    :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
-        not clear how the data reach the programs.
+    :param reference: an execution on the user's data, for its minibatch and its fixed latents.
+    :param fixed_sites: latents that keep the values of the reference.
+    :param to_args: maps the observations, by site, to the arguments of model and guide. None
+        replaces observed tensors in the arguments.
+    :returns: model and guide on the simulated data, the latents that generated the data (an exact
+        posterior draw), and the execution of the model that drew both.
+    :raises ValueError: for models from which no data can be drawn, naming the site; and if the
+        observed data are not found in the arguments.
     """
     nodes = reference.runs[0].model_trace.nodes
     for name, site in nodes.items():
@@ -80,8 +69,8 @@ def simulate(
             _check_generative(name, site)
     for name in (n for n, s in nodes.items() if is_latent(s) and is_flat(s["fn"])):
         raise ValueError(
-            f"site '{name}' of the model says .mask(False), so that the model has no prior of it "
-            f"that data could be drawn from: leave the mask out"
+            f"site '{name}' of the model has .mask(False), so that the model has no prior from "
+            f"which data could be drawn: remove the mask"
         )
     values = {n: nodes[n]["value"] for n in fixed_sites if n in nodes}
     with Recorder(Substitutes(reference.subsamples, values)) as recorder, Unconditioned():
@@ -100,18 +89,19 @@ def simulate(
         )
         simulated = substitute(programs, nodes, data, reference.subsamples, remedy)
     simulated = replace(simulated, model=poutine.condition(simulated.model, data=data))
-    return Simulation(simulated, latents, recorder.trace)
+    return simulated, latents, recorder.trace
 
 
-def check_density(simulation: Simulation, run: Run) -> None:
+def check_density(simulated: Trace, run: Run) -> None:
     """
-    Check that the model on the simulated data is the one that drew them.
+    Check that the model has the same densities on the simulated data as when it drew them.
 
+    :param simulated: the model's execution that drew them.
     :param run: an execution at the simulated latents.
-    :raises ValueError: naming a site whose density is another one.
+    :raises ValueError: naming a site whose density differs.
     """
     for term in run.terms:
-        site = simulation.trace.nodes.get(term.key.name)
+        site = simulated.nodes.get(term.key.name)
         if term.in_guide or site is None:
             continue
         expected = model_term(site).log_prob.sum()
@@ -121,33 +111,32 @@ def check_density(simulation: Simulation, run: Run) -> None:
             raise ValueError(
                 f"the density of site '{term.key.name}' of the model is {float(density):.4g} on "
                 f"the simulated data, but was {float(expected):.4g} when they were drawn: the "
-                f"model reads its data other than through obs=, or its arguments were not "
-                f"replaced; pass to_args=..., which maps the simulated observations to all "
-                f"arguments"
+                f"model uses its data outside obs=, or its arguments were not replaced. Pass "
+                f"to_args=..., which maps the simulated observations to all arguments"
             )
 
 
 def _check_generative(name: str, site: Site) -> None:
     if is_factor(site["fn"]):
         raise ValueError(
-            f"site '{name}' of the model is a pyro.factor, which no data can be drawn from: write "
+            f"site '{name}' of the model is a pyro.factor, from which no data can be drawn: write "
             f"it as a distribution with obs="
         )
     if is_transported(site):
         raise ValueError(
-            f"site '{name}' of the model is a point mass with a density of its own, as "
-            f"NeuTraReparam makes it, which no data can be drawn from: pass the model that was "
-            f"reparameterized, with a guide of its latents"
+            f"site '{name}' of the model is a point mass with another density, as from "
+            f"NeuTraReparam, from which no data can be drawn: pass the original model, with a "
+            f"guide of its latents"
         )
     scale = inner_scale(site)
     if bool(torch.as_tensor(scale != 1.0).any()):
         raise ValueError(
-            f"site '{name}' of the model is scaled by poutine.scale, so that the model is no "
-            f"distribution that data can be drawn from: leave the scale out"
+            f"site '{name}' of the model is scaled by poutine.scale, so that the model is not a "
+            f"distribution from which data can be drawn: remove the scale"
         )
 
 
-# Bidirectional Monte Carlo: how far annealed chains are from the evidence, on simulated data.
+# Bidirectional Monte Carlo: the accuracy of annealed chains on simulated data.
 
 _WITHOUT_CHAINS = (
     "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
@@ -164,10 +153,10 @@ class Sandwich:
 
     :ivar lower: the bound by chains from the guide's draws, shape ``[num_simulations, *plates]``.
     :ivar upper: the bound by chains from the exact posterior draws that generated the data.
-    :ivar num_particles: chains per datum in each direction.
+    :ivar num_particles: the number of chains per datum in each direction.
     :ivar plates: the names of the plates.
     :ivar fixed_latents: latents with fixed values; see :class:`.LogEvidence`.
-    :ivar step_size: of the kernel.
+    :ivar step_size: the step size of the kernel.
     """
 
     lower: Tensor
@@ -179,7 +168,7 @@ class Sandwich:
 
     @property
     def gap(self) -> Tensor:
-        """Upper minus lower, in nats: in expectation at least the sum of both errors."""
+        """Return upper minus lower, in nats: in expectation at least the sum of both errors."""
         return self.upper - self.lower
 
     @property
@@ -220,40 +209,40 @@ def sandwich(
 
     Latents :math:`z^*` are drawn from the prior and data from :math:`p(x \mid z^*)`, so that
     :math:`z^*` is an exact draw from the posterior. Annealed importance sampling from the guide
-    gives a lower bound, and the same chain run backwards from :math:`z^*` an upper one:
+    gives a lower bound, and the same chain in reverse from :math:`z^*` gives an upper bound:
 
     .. math::
         E \log \frac{1}{P} \sum_i \exp W_i \le \log p(x) \le
         -E \log \frac{1}{P} \sum_i \exp(-W_i') .
 
-    If the gap is small, :func:`log_evidence` with this schedule and kernel is accurate on data like
-    the model's. This requires a guide that reads the data. A guide that was trained on fixed data,
-    such as an AutoGuide, starts its chains in the wrong place for simulated data. The bounds are
-    valid then, but the gap does not apply to your data; use :func:`report`.
+    If the gap is small, :func:`log_evidence` with this schedule and kernel is accurate on data that
+    are similar to simulated data. This requires an amortized guide, which is a function of the
+    data. A guide that was trained on fixed data, such as an AutoGuide, does not fit simulated data.
+    The bounds are then valid, but the gap does not apply to your data. Use :func:`report` instead.
 
-    Global latents that the guide draws are simulated too. Point masses of the guide stay unchanged.
+    Global latents that the guide draws are simulated, too. Point masses of the guide do not change.
 
     Observed sites are conditioned on the simulated data. Arguments that contain an observed tensor
-    (the tensor, a view, a copy, or rows of a plate as in ``x[index]``) are replaced too, so that an
-    amortised guide reads the simulated data. If an observation is computed from the arguments in
-    another way, or is no argument, pass ``to_args``. The model's densities of the simulated data
-    are compared with those at which they were drawn.
+    (the tensor, a view, a copy, or rows of a plate as in ``x[index]``) are replaced, so that the
+    guide gets the simulated data. If an observation is another function of the arguments, or is not
+    an argument, pass ``to_args``. The densities of the simulated data are compared with those at
+    which they were drawn.
 
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments, for the shapes of the data.
-    :param int num_simulations: data sets to simulate.
-    :param to_args: maps the simulated observations, a dict by site, to the programs' arguments (a
-        tuple, a dict of keyword arguments, or the only argument).
+    :param int num_simulations: the number of data sets to simulate.
+    :param to_args: maps the simulated observations, a dict by site, to the arguments of model and
+        guide (a tuple, a dict of keyword arguments, or a single argument).
     :param model_kwargs: as in :func:`log_evidence`.
-    :param options: as in :func:`log_evidence`; ``num_particles=10`` are the chains per datum in
-        each direction, P, ``schedule`` is 10 linear steps by default, and the kernel an adjusted
-        one, :class:`HMC` with 3 leapfrog steps.
+    :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of chains per
+        datum in each direction, P. The default ``schedule`` has 10 linear steps, and the kernel
+        must be adjusted; the default is :class:`HMC` with 3 leapfrog steps.
     :returns: a :class:`.Sandwich`.
 
-    :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor``,
-        ``poutine.scale``; for data that reach the programs in another way; and for guides that
-        cannot begin at given latents.
+    :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor`` and
+        ``poutine.scale``; for observed data that are not found in the arguments; and for guides
+        without a density at given latents.
 
     [1] Grosse, Ghahramani, Adams (2015), *Sandwiching the Marginal Likelihood Using Bidirectional
     Monte Carlo*.
@@ -267,19 +256,18 @@ def sandwich(
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.0))
-        >>> found = sandwich(model, guide, torch.zeros(200))
-        >>> bool(0 < found.mean_gap < 0.1)
+        >>> result = sandwich(model, guide, torch.zeros(200))
+        >>> bool(0 < result.mean_gap < 0.1)
         True
     """
-    programs, settings = prepare(
-        sandwich, model, guide, args, model_kwargs, options, num_particles=10
-    )
+    settings = make_options("sandwich", options, num_particles=10)
+    programs = make_programs(model, guide, args, model_kwargs)
     num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
     if is_messenger(programs):
         raise ValueError(
-            f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
-            f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
+            f"the guide {type(programs.guide).__name__} runs its own model, which does not get the "
+            f"simulated data: use the corresponding AutoGuide, such as AutoNormal"
         )
     if settings.schedule is None and settings.kernel is None:
         settings = replace(settings, schedule=DEFAULT_STEPS)
@@ -287,14 +275,14 @@ def sandwich(
     assert annealing is not None
     if not annealing.kernel.adjusted:
         raise ValueError(
-            f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
-            f"that leaves its target invariant, HMC, MALA or RandomWalk"
+            f"a chain of {type(annealing.kernel).__name__} cannot run backwards: use a kernel that "
+            f"leaves its target invariant, HMC, MALA or RandomWalk"
         )
-    with importance_sampler(programs, settings, annealing) as weights:
+    with weights_of(programs, settings, annealing) as weights:
         pairs = []
         for _ in range(num_simulations):
-            simulation = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)
-            pairs.append(_both_bounds(weights, annealing, simulation, settings.num_particles))
+            simulated = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)
+            pairs.append(_both_bounds(weights, annealing, *simulated, settings.num_particles))
         lower, upper = zip(*pairs, strict=True)
         return Sandwich(
             torch.stack(lower),
@@ -307,13 +295,18 @@ def sandwich(
 
 
 def _both_bounds(
-    user: ImportanceSampler, annealing: Annealing, simulation: Simulation, num_particles: int
+    user: ImportanceSampler,
+    annealing: Annealing,
+    programs: Programs,
+    latents: dict[str, Tensor],
+    simulated: Trace,
+    num_particles: int,
 ) -> tuple[Tensor, Tensor]:
-    sampler = user.on(simulation.programs)
-    values = guide_values(simulation.programs, sampler.reference, simulation.latents)
+    sampler = user.on(programs)
+    values = guide_values(programs, sampler.reference, latents)
     try:
         sampler.density(1, values)
-    except NoCoordinateError:  # the noise that made a given value is not known
+    except NoCoordinateError:  # the noise of a given value is not known
         if annealing.coordinates == "latent":
             raise
         annealing.use("latent")
@@ -323,7 +316,7 @@ def _both_bounds(
         sampler.check(chain.log_weight, forward.runs)
         lower.append(chain.log_weight)
         density = sampler.density(count, values)
-        check_density(simulation, density.log_weight.first.sample.runs[0])
+        check_density(simulated, density.log_weight.first.sample.runs[0])
         start = density.start()
         movable = density.log_weight.movable
         back = anneal_back(

@@ -1,13 +1,13 @@
-"""Importance weights of mean p(x) per datum, drawn in chunks and summarized."""
+"""Importance weights with mean p(x) per datum, drawn in chunks and summarized."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from pyro import poutine
@@ -23,30 +23,39 @@ from pyro_mcvae.checks.masks import (
     masks_latents,
     transported,
 )
-from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
+from pyro_mcvae.coordinates.chain_density import (
+    ChainDensity,
+    WhitenedDensity,
+    named,
+    outside_inference_mode,
+)
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
+from pyro_mcvae.evaluation.options import (
+    MOVES,
+    Annealing,
+    Counted,
+    Options,
+    evaluation_mode,
+    whiten,
+)
+from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
 from pyro_mcvae.particles.sampler import (
     MakeSampleFn,
     ParticleSampler,
     WeightedParticles,
-    with_drawn_states,
 )
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.distributions import with_impossible_data
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
-from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
 from pyro_mcvae.structure import provenance
-from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
-from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
+from pyro_mcvae.truncated.posterior import drawn_from_states
 
-# Summarize weights of mean p(x) per datum, drawn in chunks.
+# Summaries of weights that are drawn in chunks.
 
 
 class WeightSummary:
@@ -54,7 +63,7 @@ class WeightSummary:
     Statistics of :math:`K` weights per datum. The memory grows only with :math:`\sqrt K`: the
     :math:`3 \sqrt K` largest weights of each datum are stored, to fit the tail.
 
-    :param int num_particles: K, all chunks together.
+    :param int num_particles: K, the total over all chunks.
 
     Example::
 
@@ -67,7 +76,7 @@ class WeightSummary:
 
     _largest: Tensor
     _top: Tensor
-    # Sums of w and of its square, relative to the largest w so far; and of log w.
+    # Sums of w and w^2, relative to the largest w so far, and of log w.
     _sum: Tensor
     _squares: Tensor
     _logs: Tensor
@@ -101,7 +110,7 @@ class WeightSummary:
 
     @property
     def log_mean(self) -> Tensor:
-        """Return the logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
+        """Return the logarithm of the mean weight, shape ``[*plates]``, in float64."""
         return self._largest + self._sum.log() - math.log(self.count)
 
     @property
@@ -111,7 +120,7 @@ class WeightSummary:
 
     @property
     def effective_sample_size(self) -> Tensor:
-        """Kish's number of equally weighted draws; 0 where every weight is zero."""
+        """Return Kish's effective sample size; 0 if all weights are zero."""
         return torch.where(self._sum > 0, self._sum.square() / self._squares, 0.0)
 
     @property
@@ -127,25 +136,18 @@ class WeightSummary:
 
     @property
     def pareto_k(self) -> Tensor:
-        """Return the shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
+        """Return the tail index of the weights; see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
         return pareto_k(self._top, self.count)
 
 
-class Weighed(NamedTuple):
-    """
-    :ivar log_weight: ``[count, *plates]``.
-    :ivar runs: the runs of model and guide, to name a site where a weight is not a number.
-    :ivar acceptance: the acceptance of each transition, with chains.
-    """
-
-    log_weight: Tensor
-    runs: list[Run]
-    acceptance: Tensor | None = None
-
-
-# Draws log weights of a pair of programs again and again, on one minibatch, in bounded memory.
+# Draws log weights of a model and guide on one minibatch, in bounded memory.
 
 _logger = logging.getLogger(__name__)
+
+# The default limit of numbers in the draws of one chunk, over all sites.
+_CHUNK = 1 << 23
+# Number of chains per coordinate for white coordinates, and the limits per weight.
+_PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 
 Density = ChainDensity | WhitenedDensity
 
@@ -154,18 +156,16 @@ class ImportanceSampler:
     """
     The weights of one minibatch.
 
-    It runs the model and guide once. This *reference* run determines the weighed sites, and the
+    The model and guide run once. This *reference* run determines the weighted sites, and the
     minibatch (without ``joint`` also the global latents) of every chunk.
 
-    :ivar programs: the weighed model and guide; see :func:`count_masked`.
+    :ivar programs: the weighted model and guide; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
-    :ivar fixed_latents: latents with fixed values: point masses, and globals drawn once.
+    :ivar fixed_latents: latents with fixed values: point masses, and global latents drawn once.
+    :ivar drawn: the global latents that are drawn once.
     :ivar fixed_sites: the corresponding sites of the model.
-    :cvar remedy: what helps where the weights' tails are heavy.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
-
-    remedy = "Use chains (schedule=10, and more), or num_transitions"
 
     def __init__(
         self,
@@ -187,38 +187,52 @@ class ImportanceSampler:
         check_draws(run, points)
         self._count_alike(points)
         structure = self.reference.structure
-        blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
-        check_no_local_points(
-            {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
-        )
+        for name in sorted(points):
+            block = structure.block_of.get(FactorKey("guide", name))
+            if block is not None and structure.blocks[block].plates:
+                raise ValueError(
+                    f"site '{name}' of the guide is a point mass inside the data's plates, so "
+                    f"importance sampling draws no other value of it. Give it a distribution, or "
+                    f"observe it in the model"
+                )
         drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
         if options.joint is None and drawn:
-            check_no_minibatch(self.reference.runs[0], drawn)
+            for frame in (f for t in run.terms for f in t.site["cond_indep_stack"]):
+                if is_subsampled(frame):
+                    raise ValueError(
+                        f"the guide's site{named(drawn)} shared by data of several minibatches, so "
+                        f"that all data have one evidence together, but plate '{frame.name}' is "
+                        f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
+                        f"joint=False, for the evidence of each datum given one draw of "
+                        f"{', '.join(map(repr, drawn))}"
+                    )
             self._joint, self._samplers = True, {}
             self.reference, drawn = self._sampler(1).sample(self.programs), ()
-        check_blocks(self.reference)
+        if not self.reference.blocks:
+            frames = (f for t in run.terms for f in t.site["cond_indep_stack"])
+            plate = next(filter(is_subsampled, frames))
+            raise ValueError(
+                f"no latent of the guide has a separate weight, because the subsampled plate "
+                f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
+                f"the full data"
+            )
         self.fixed_latents = tuple(sorted(points)) + drawn
-        self._drawn = drawn
+        self.drawn = drawn
         self.fixed_sites = points | frozenset(drawn)
 
     @property
     def chunk_size(self) -> int:
         """Return the number of particles that fit one chunk."""
-        return self._options.chunk(self._numbers())
-
-    def weigh(self, count: int) -> Weighed:
-        if self.annealing is None:
-            sample = self.draw(count)
-            return Weighed(sample.log_weight, sample.runs)
-        chain, density = self.chain(count)
-        rates = [info.acceptance.mean() for info in chain.infos]
-        return Weighed(chain.log_weight, density.runs, torch.stack(rates) if rates else None)
+        traces = (t for r in self.reference.runs for t in (r.guide_trace, r.model_trace))
+        values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
+        numbers = 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
+        return self._options.chunk_size or max(1, _CHUNK // max(1, numbers))
 
     def draw(self, count: int, make_sample_fn: MakeSampleFn | None = None) -> WeightedParticles:
         """
-        Independent draws of the guide, without gradients.
+        Return independent draws of the guide, without gradients.
 
-        :param make_sample_fn: gives its sites other values; see :class:`ParticleSampler`.
+        :param make_sample_fn: sets other values of its sites; see :class:`ParticleSampler`.
         """
         sampler = self._sampler(count)
         return sampler.resample(self.programs, self.reference, count, make_sample_fn)
@@ -227,7 +241,7 @@ class ImportanceSampler:
         """
         Return a sampler for other data, with the same minibatch and fixed latents.
 
-        :param joint: weigh everything together, also where this one does not.
+        :param joint: use one weight for everything, even if this sampler does not.
         """
         sampler = copy.copy(self)
         sampler.programs, sampler._samplers = programs, {}
@@ -245,9 +259,7 @@ class ImportanceSampler:
         return sampler
 
     def of_prior(self) -> ImportanceSampler:
-        """
-        Return a sampler from the model's own prior, which sums the sites that the guide leaves out.
-        """
+        """Return a sampler from the model's prior, which sums sites that are not in the guide."""
         run = self.reference.runs[0]
         nodes = run.model_trace.nodes
         drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
@@ -262,11 +274,6 @@ class ImportanceSampler:
     def renew(self) -> None:
         """Draw the fixed global latents again, on the same minibatch."""
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
-
-    @property
-    def has_fixed_draws(self) -> bool:
-        """Return whether global latents were drawn once."""
-        return bool(self._drawn)
 
     def log_weight(
         self,
@@ -286,10 +293,6 @@ class ImportanceSampler:
             begin=None if latents is None else LatentValues(latents),
         )
 
-    def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
-        """Draw each enumerated site of the model, given the latents."""
-        return with_drawn_states(self.programs, sample)
-
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
         """Return the density for chains, at new draws or at given latents."""
         assert self.annealing is not None
@@ -306,7 +309,7 @@ class ImportanceSampler:
             raise ValueError(
                 f"chains move latents along gradients, but the guide's site"
                 f"{named(log_weight.plan.discrete)} discrete: {self.annealing.without}, or "
-                f"marginalise them in the model"
+                f"marginalize them in the model"
             )
         density = ChainDensity(log_weight)
         whitening = self.annealing.whitening
@@ -314,23 +317,30 @@ class ImportanceSampler:
 
     def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, Density]:
         """
-        Run chains from the guide's draws along the schedule; step sizes and white coordinates adapt
-        first.
+        Run chains from draws of the guide along the schedule. Step sizes and white coordinates
+        adapt first.
         """
         self.warm_up()
         return self._chain(count, last_transition)
 
     def warm_up(self) -> None:
-        """Adapt the step size on chains of its own, then freeze it."""
+        """Adapt the step size on separate chains, then fix it."""
         annealing = self.annealing
         if annealing is None:
             return
         if annealing.whitens and annealing.whitening is None:
-            annealing.whitening = self._whitened(annealing)
+            dim = self.density(1).log_weight.coordinates.shape[-1]
+            # Enough chains to estimate the covariance.
+            count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
+            density = self.density(count)
+            assert isinstance(density, ChainDensity)
+            self.progress.expect(count * annealing.warmup)
+            counted = Counted(annealing.kernel, self.progress, count / MOVES)
+            annealing.whitening = whiten(density, annealing, counted)
         elif annealing.adapts and annealing.num_steps > 0:
-            # The acceptance is a mean over chains: some hundred are enough.
+            # The acceptance is a mean over chains, so a few hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
-            if self.loops:  # no more chains than were asked for
+            if self.loops:  # no more chains than requested
                 annealing.warmup = min(annealing.warmup, self._options.num_particles)
                 count = min(count, max(1, self._options.num_particles // annealing.warmup))
             self.progress.expect(count * annealing.warmup)
@@ -345,14 +355,6 @@ class ImportanceSampler:
     def loops(self) -> bool:
         """Return whether each particle is a separate run."""
         return not self._sampler(2).vectorizes(self.programs, 2)
-
-    def _whitened(self, annealing: Annealing) -> Whitening:
-        dim = self.density(1).log_weight.coordinates.shape[-1]
-        count = min(population(dim), self.chunk_size)
-        density = self.density(count)
-        assert isinstance(density, ChainDensity)
-        self.progress.expect(count * annealing.warmup)
-        return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
 
     def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
         assert self.annealing is not None
@@ -374,15 +376,12 @@ class ImportanceSampler:
         """
         Return the terms that belong to no single datum: factors outside the blocks, without draws.
         """
-        return shared_factors(self.reference, self._drawn)
-
-    def bound(self, summary: WeightSummary) -> Tensor:
-        """Return the guide's bound on the log evidence, after these weights were drawn."""
-        return summary.mean_log.to(self.reference.log_weight.dtype)
-
-    def pareto_k(self, summary: WeightSummary) -> Tensor:
-        """Return the tail index of the weights; NaN if they contain no information about it."""
-        return summary.pareto_k
+        total = self.reference.log_weight.new_zeros(())
+        for term in self.reference.global_terms():
+            if term.key.name not in self.drawn:
+                sign = -1.0 if term.in_guide else 1.0
+                total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+        return total
 
     @property
     def discrete(self) -> tuple[str, ...]:
@@ -425,18 +424,13 @@ class ImportanceSampler:
                 strict_enumeration=self._options.strict_enumeration_warning,
                 find_roots=True,
             )
-            for other in self._samplers.values():
-                sampler.structures, sampler.runner = other.structures, other.runner
+            for existing in self._samplers.values():
+                sampler.structures, sampler.runner = existing.structures, existing.runner
             self._samplers[count] = sampler
         return self._samplers[count]
 
-    def _numbers(self) -> int:
-        traces = (t for r in self.reference.runs for t in (r.guide_trace, r.model_trace))
-        values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
-        return 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
-
     def _count_alike(self, points: frozenset[str]) -> None:
-        """Let both programs count the same entries of each latent, or refuse them."""
+        """Count the same entries of each latent in model and guide, or raise an error."""
         excluded = points
         if masks_latents(self.reference.runs[0]):
             sampler, subsamples = self._sampler(1), self.reference.subsamples
@@ -464,7 +458,7 @@ def check_observed(run: Run) -> None:
     """
     Log that a model observes nothing.
 
-    :raises ValueError: where the guide does, as with model and guide exchanged.
+    :raises ValueError: if the guide observes a site, as when model and guide are exchanged.
     """
     factors = (t for term in run.terms if not term.in_guide for t in term.sites)
     if any(t.site["is_observed"] for t in factors):
@@ -477,185 +471,49 @@ def check_observed(run: Run) -> None:
             f"the model first and the guide second"
         )
     _logger.warning(
-        "the model observes nothing, so that its log evidence is 0: pass obs= to pyro.sample, "
-        "or use poutine.condition"
+        "the model observes nothing, so its log evidence is 0: pass obs= to pyro.sample, or use "
+        "poutine.condition"
     )
 
 
 def check_draws(run: Run, points: frozenset[str]) -> None:
     """
-    Check that the guide draws all latents, or none. Equal weights of a guide of point masses, or of
-    a part of the posterior, would contain no information about the rest.
+    Check that the guide draws all latents, or none. Equal weights from point masses, or from a part
+    of the posterior, would contain no information about the other latents.
 
-    :raises ValueError: for a guide of point masses alone, and for one that draws from a part of the
-        posterior. A guide that draws nothing is valid if all latents of the model are summed.
+    :raises ValueError: for a guide with only point masses, and for a guide that draws from a part
+        of the posterior. A guide that draws nothing is valid if all latents of the model are
+        summed.
     """
     sites = [t.site for t in run.terms if t.in_guide]
     if points and not any(map(is_random, sites)):
         what = f" (its site{named(tuple(sorted(points)))} a point mass)"
         raise ValueError(
-            f"the guide draws no random latent{what}, and importance sampling from a single "
-            f"point says nothing about the evidence: log p(x, z) at the point, which AutoDelta "
-            f"maximises, is no bound on log p(x). Use a guide that draws, such as AutoNormal, or "
+            f"the guide draws no random latent{what}, and importance sampling from a single point "
+            f"gives no information about the evidence: log p(x, z) at the point, which "
+            f"AutoDelta maximizes, is not a bound on log p(x). Use a guide that draws, such as "
+            f"AutoNormal, or "
             f"AutoLaplaceApproximation(model).laplace_approximation(...) around that point"
         )
     for name in (n for site in sites for n in drawn_from_states(site)):
         raise ValueError(
-            f"site '{name}' is drawn from a TruncatedPosterior inside another guide, of whose "
-            f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
-            f"what draws the other latents as its guide="
+            f"site '{name}' is drawn from a TruncatedPosterior, and weights of its draws contain "
+            f"no information about other states. Its own bound on log p(x) of each datum, exact "
+            f"if it has all states, is guide.posterior(...).free_energy, which also has draws, "
+            f"marginals and modes"
         )
 
 
-def check_no_local_points(points: Collection[str]) -> None:
-    """
-    Check that no point mass is inside the data's plates.
-
-    :raises ValueError: for any point mass inside the data's plates.
-    """
-    for name in sorted(points):
-        raise ValueError(
-            f"site '{name}' of the guide is a point mass inside the data's plates: "
-            f"importance sampling never sees any other value of it. Give it a "
-            f"distribution, or observe it in the model"
-        )
-
-
-def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
-    """
-    Check that the data are complete, since all of them share the latents ``drawn``.
-
-    :raises ValueError: for a part of the data, which all share the latents ``drawn``.
-    """
-    for term in run.terms:
-        for frame in term.site["cond_indep_stack"]:
-            if is_subsampled(frame):
-                raise ValueError(
-                    f"the guide's site{named(drawn)} shared by data of several minibatches, so "
-                    f"that all data have one evidence together, but plate '{frame.name}' is "
-                    f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
-                    f"joint=False, for the evidence of each datum given one draw of "
-                    f"{', '.join(map(repr, drawn))}"
-                )
-
-
-def check_blocks(reference: WeightedParticles) -> None:
-    """
-    Check that some latents have a weight of their own.
-
-    :raises ValueError: where no latent can be weighed by itself.
-    """
-    if not reference.blocks:
-        terms = reference.runs[0].terms
-        plate = next(f for t in terms for f in t.site["cond_indep_stack"] if is_subsampled(f))
-        raise ValueError(
-            f"no latent of the guide can be weighed by itself, because the subsampled plate "
-            f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
-            f"the full data"
-        )
-
-
-def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
-    """Sum the factors outside the blocks, except those of some sites."""
-    total = sample.log_weight.new_zeros(())
-    for term in sample.global_terms():
-        if term.key.name not in without:
-            sign = -1.0 if term.in_guide else 1.0
-            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
-    return total
-
-
-# The evidence of a truncated posterior: the part of its states, exactly.
-
-
-class StateWeights(ImportanceSampler):
-    """
-    The states of a truncated posterior, whose weights are all their part of :math:`p(x_n)`.
-
-    Other states are not drawn: the evidence is a lower bound, and its Pareto k is not known, unless
-    all states are kept.
-
-    :ivar guide: the truncated posterior.
-    :ivar posterior: its states.
-    :raises ValueError: for a truncated posterior of another model, and for one whose own ``guide``
-        draws further latents.
-    """
-
-    remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
-
-    def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
-        self.guide = _with_states(programs)
-        self.programs = replace(programs, model=with_impossible_data(programs.model))
-        self.progress, self._options, self.annealing = progress, options, None
-        self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
-        self.reference = self.posterior.particles
-        self.fixed_latents = _points(self.posterior)
-
-    loops = False
-
-    @property
-    def chunk_size(self) -> int:
-        return self._options.chunk(self.posterior.free_energy.numel())
-
-    def weigh(self, count: int) -> Weighed:
-        bound = self.posterior.free_energy
-        return Weighed(bound.expand(count, *bound.shape), [])
-
-    def bound(self, summary: WeightSummary) -> Tensor:
-        """Return the exact part of the bound."""
-        return self.posterior.free_energy
-
-    def pareto_k(self, summary: WeightSummary) -> Tensor:
-        all_kept = self.posterior.population.space.cardinality == self.guide.num_states
-        return summary.pareto_k if all_kept else torch.full_like(summary.pareto_k, math.nan)
-
-    def shared(self) -> Tensor:
-        return shared_factors(self.reference, ())
-
-    def annealed(self, annealing: Annealing) -> ImportanceSampler:
-        raise ValueError(
-            "the states of a TruncatedPosterior are discrete, and no chain moves them: leave out "
-            "schedule and kernel"
-        )
-
-    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
-        options = replace(self._options, joint=joint or self._options.joint)
-        sampler = ImportanceSampler(programs, options, self.progress)
-        mine, theirs = self.reference.subsamples, sampler.reference.subsamples
-        for name in mine.keys() & theirs.keys():
-            if not torch.equal(mine[name], theirs[name]):
-                raise ValueError(f"plate '{name}' draws a minibatch of its own")
-        return sampler
-
-
-def _with_states(programs: Programs) -> TruncatedPosterior:
-    """Return the guide, or one like it for any data if it has no states yet."""
-    guide = poutine.unwrap(programs.guide)
-    assert isinstance(guide, TruncatedPosterior)
-    if programs.model != guide.model:
-        raise ValueError(
-            "the TruncatedPosterior is of another model than the one that is evaluated: pass the "
-            "model that it was made with"
-        )
-    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
-
-
-def _points(posterior: StatePosterior) -> tuple[str, ...]:
-    """
-    Return the point masses of the posterior's own ``guide``.
-
-    :raises ValueError: for latents that it draws, and for point masses in the data's plates.
-    """
-    sites = [s for s in scored(posterior.runs.guide_trace) if is_latent(s)]
-    for site in sites:
-        if not is_delta(site["fn"]):
-            raise ValueError(
-                f"the guide= of the TruncatedPosterior draws site '{site['name']}', and the "
-                f"evaluators take only its states: average guide.posterior(...).free_energy over "
-                f"such draws for a lower bound, or make the site a point mass"
-            )
-    sample = posterior.particles
-    local = {t.key.name for t in sample.runs[0].terms if t.in_guide and sample.is_local(t)}
-    points = tuple(sorted(s["name"] for s in sites))
-    check_no_local_points(local.intersection(points))
-    return points
+@contextmanager
+def weights_of(
+    programs: Programs, options: Options, annealing: Annealing | None = None
+) -> Iterator[ImportanceSampler]:
+    """Yield the weights of a model and guide, or of their chains."""
+    with (
+        each_once(),
+        evaluation_mode(programs.model, programs.guide, seed=options.seed),
+        outside_inference_mode(programs) as programs,
+        Progress("evaluating", options.progress, "particle") as progress,
+        torch.no_grad(),
+    ):
+        yield ImportanceSampler(programs, options, progress, annealing)

@@ -106,9 +106,9 @@ _PACKAGE = __name__.partition(".")[0]
 
 class FixedOptions:
     """
-    Base class of objects whose options are fixed when they are made.
+    Base class of objects whose options are fixed at construction.
 
-    The parts of an object are made for its options. A later assignment would reach only some parts,
+    The parts of an object depend on its options. A later assignment would change only some parts,
     or none, so it raises an error.
 
     :cvar _also_fixed: other attributes that are fixed, too.

@@ -93,7 +93,7 @@ Widths = Mapping[Place, tuple[float | None, ...]]
 
 @contextmanager
 def smoothed_gradients() -> Iterator[None]:
-    """Make gradients that are computed inside the smoothed ones."""
+    """Use smoothed gradients for all gradients that are computed inside."""
     _active.append(None)
     try:
         yield
@@ -163,8 +163,7 @@ class _Hinge(torch.autograd.Function):
 
 
 class _Hinges:
-    """
-    The hinges that operations with kinks are made of; smooth if a width is given.
+    """The hinges of operations with kinks, which are smooth if a width is given.
 
     :ivar arguments: the argument of each kink so far; the kink is at 0.
     """

@@ -102,7 +102,7 @@ def recorded_guards() -> Iterator[list[Tensor]]:
         _open.pop()
 
 
-# Where tensors are: what reading them costs, and modules that go where they are.
+# Devices: reading tensors without waiting, and moving modules to the device of a tensor.
 
 
 def costs_nothing_to_read(value: Tensor) -> bool:
@@ -132,8 +132,8 @@ def follow(module: nn.Module, like: Tensor) -> None:
     """
     Move parameters and buffers to the device of a tensor, and to its dtype if that is wider.
 
-    Parameters stay the same objects, as in :meth:`torch.nn.Module.to`, so that an optimizer that
-    holds them goes on with them.
+    As in :meth:`torch.nn.Module.to`, parameters remain the same objects, so that existing
+    optimizers still refer to them.
     """
 
     def moved(t: Tensor) -> Tensor:

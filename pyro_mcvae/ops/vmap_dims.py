@@ -15,7 +15,7 @@ _functorch = torch._C._functorch
 
 
 def is_mapped(value: Tensor) -> bool:
-    """Return whether a tensor stands under ``vmap``, where nobody may ask for its value."""
+    """Return whether a tensor is under ``vmap``, so that its value cannot be read."""
     return bool(_functorch.is_batchedtensor(value))
 
 

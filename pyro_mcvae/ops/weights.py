@@ -173,15 +173,15 @@ def pareto_k(log_weight: Tensor, num_particles: int | None = None) -> Tensor:
     r"""
     Fit the shape :math:`\hat k` of a generalized Pareto distribution to the largest weights.
 
-    The weights' distribution has about :math:`1 / \hat k` finite moments. Below 0.5 the central
-    limit theorem holds, below 0.7 averages are usable in practice, above it they are unreliable
-    [1].
+    The distribution of the weights has about :math:`1 / \hat k` finite moments. Below 0.5 the
+    central limit theorem holds. Below 0.7 averages are usable in practice, and above 0.7 they are
+    unreliable [1].
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``; or only the largest of them, at
         least ``tail_length(num_particles) + 1``.
     :param num_particles: the number of all weights; by default of the given ones.
     :returns: shape ``[*plates]``, float64; ``-inf`` if the largest weights are equal, ``inf`` if
-        only a few are larger than the others, NaN for too few particles (20 or less).
+        only a few are larger than the others, NaN for too few particles (20 or fewer).
 
     [1] Vehtari, Simpson, Gelman, Yao, Gabry (2024), *Pareto Smoothed Importance Sampling*.
     [2] Zhang, Stephens (2009), *A New and Efficient Estimation Method for the Generalized Pareto

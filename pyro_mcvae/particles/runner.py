@@ -521,11 +521,11 @@ def _log_choice(
     why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in reported)
     _logger.log(
         logging.WARNING if mode is Mode.LOOPED else logging.INFO,
-        "%s of %s are run %s (%s)",
+        "%s of %s run %s (%s)",
         name.name,
         getattr(model, "__qualname__", type(model).__qualname__),
         mode.value,
-        why or "with the densities of a loop",
+        why or "this gives the densities of a loop",
     )
     for error in errors.values():
         _logger.debug("%s", error)

@@ -339,7 +339,7 @@ class ParticleSampler:
         fixed_sharing = replace(execution, shared=sample.structure.global_sites, find_shared=None)
         rows, fixed = (range(k, k + 1) for k in range(1, count)), sample.global_values()
         executions = (partial(run_rows, fixed, row) for row in rows)
-        each = (replace(fixed_sharing, execute=other) for other in executions)
+        each = (replace(fixed_sharing, execute=execute) for execute in executions)
         runs = [*sample.runs, *(self.runner.run(e, None) for e in each)]
         return self.arrange(execution.programs, runs)
 

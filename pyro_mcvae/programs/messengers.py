@@ -289,8 +289,8 @@ class Recorder(Messenger):
 
     def _add_place(self, error: Any, traceback: Any) -> None:
         """Add to an error from the user's code the program, the last site and the line."""
-        other = isinstance(error, SiteError | NonlocalExit) or not isinstance(error, Exception)
-        if other or not self._recorded:
+        passed_on = isinstance(error, SiteError | NonlocalExit) or not isinstance(error, Exception)
+        if passed_on or not self._recorded:
             return
         names = [n for n, s in self.trace.nodes.items() if s.get("type") == "sample"]
         after = f"after site '{names[-1]}'" if names else "before its first site"
@@ -306,7 +306,8 @@ class Recorder(Messenger):
         if site_is_subsample(msg):
             self._substitutes.subsamples.fill(msg, bool(self._drawn))
         elif msg["type"] == "sample":
-            check_options(msg, self._drawn.get(msg["name"]), self._in_model)
+            if "mcvae" in msg["infer"]:
+                check_options(msg, self._drawn.get(msg["name"]), self._in_model)
             site_in_full_precision(msg)
             if not msg["is_observed"]:
                 self._set_value(msg)

@@ -431,18 +431,22 @@ class Dependencies:
 
     def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
         """Yield class attributes that the object does not override, and the values of slots."""
-        own = () if value is kind else getattr(value, "__dict__", ())
+        instance_attrs = () if value is kind else getattr(value, "__dict__", ())
         get = functools.partial(_attribute, value)
         for part in filter(is_written, kind.__mro__):
             for key, attr in list(vars(part).items()):
                 if isinstance(attr, FunctionType) and self._is_executed(attr):
-                    if value is not kind and key not in own and hasattr(value, "__dict__"):
+                    if (
+                        value is not kind
+                        and key not in instance_attrs
+                        and hasattr(value, "__dict__")
+                    ):
                         yield Entry(vars(value).get, key, None, f"method '{key}' of an object")
                     if (id(part), key) not in self._methods:
                         self._methods.add((id(part), key))
                         yield Entry(vars(part).get, key, attr, f"method '{key}' of {part.__name__}")
                 slot = isinstance(attr, MemberDescriptorType) and value is not kind
-                datum = key not in own and not key.startswith("__") and _is_datum(attr)
+                datum = key not in instance_attrs and not key.startswith("__") and _is_datum(attr)
                 if slot or (datum and self._is_read(attr, key)):
                     yield Entry(get, key, get(key), f"attribute '{key}' of {kind.__name__}")
 

@@ -1,14 +1,18 @@
-"""Progress bars of long computations, by ``tqdm``."""
+"""Progress of long computations: a bar by ``tqdm``, or lines in the log."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from pyro_mcvae.ops.checks import check_flag
 
-# Seconds before a bar appears by default.
-_PATIENCE = 2.0
+_logger = logging.getLogger(__name__)
+
+# Seconds before a bar appears by default, and between lines of the log where there is no terminal.
+_PATIENCE, _EVERY = 2.0, 60.0
 
 
 class Progress:
@@ -16,8 +20,8 @@ class Progress:
     A progress bar whose total may grow.
 
     :param str text: the label.
-    :param show: True for a bar; None for one on a terminal or in a notebook, after two seconds;
-        False for none.
+    :param show: True shows a bar. None shows a bar on a terminal or in a notebook, after two
+        seconds, and otherwise logs a line per minute. False shows nothing.
     :raises ValueError: for another ``show``.
     """
 
@@ -25,20 +29,26 @@ class Progress:
         check_flag("progress", show, or_none=True)
         from tqdm.auto import tqdm  # which Pyro needs
 
-        # Disabled by None: where the output is no terminal.
+        # None disables the bar if the output is not a terminal.
         disable = None if show is None else not show
         delay = 0 if show else _PATIENCE
         self._bar: Any = tqdm(
             desc=text, total=0, leave=False, unit=unit, disable=disable, delay=delay
         )
+        self._text, self._done = text, 0.0
+        self._next = time.monotonic() + _EVERY if show is None and self._bar.disable else None
 
     def expect(self, count: float) -> None:
         """Increase the total."""
         self._bar.total += count
 
     def step(self, count: float = 1) -> None:
-        """Advance the bar."""
+        """Advance the bar, or log a line if a minute has passed."""
         self._bar.update(count)
+        self._done += count
+        if self._next is not None and time.monotonic() > self._next:
+            self._next = time.monotonic() + _EVERY
+            _logger.warning("%s: %.0f %% done", self._text, 100 * self._done / self._bar.total)
 
     def describe(self, text: str) -> None:
         """Set the text beside the bar."""

@@ -127,8 +127,10 @@ def without_autocast() -> AbstractContextManager[object]:
 
 def _switched_off() -> ExitStack:
     stack = ExitStack()
-    own = torch._C._get_privateuse1_backend_name()  # of a device that PyTorch does not ship
-    for device in ("cpu", "cuda", "mps", "xpu", own):
+    custom_backend = (
+        torch._C._get_privateuse1_backend_name()
+    )  # of a device that PyTorch does not ship
+    for device in ("cpu", "cuda", "mps", "xpu", custom_backend):
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack

@@ -93,7 +93,7 @@ class FactorKey(NamedTuple):
 
 # The plates around a site: their keys, and how they scale its log density.
 
-# The plate of the particles; the name that Pyro's own vectorised objectives give it.
+# The plate of the particles; the name that Pyro's own vectorized objectives give it.
 LEADING = "num_particles_vectorized"
 
 
@@ -164,14 +164,12 @@ def noted(site: Site, name: str) -> Any:
 
 def check_options(msg: Message, drawn: Site | None, in_model: bool) -> None:
     """
-    Check the options of a site, if it has some.
+    Check the options of a site that has some.
 
     :param drawn: for a site of the model, the guide's draw that it is replayed on.
     :param in_model: whether the site is one of the model.
     :raises SiteError: naming an option that does not exist, or has no effect there.
     """
-    if "mcvae" not in msg["infer"]:
-        return
     options = msg["infer"]["mcvae"]
     site = f"site '{msg['name']}' of the {'model' if in_model else 'guide'}"
     if not isinstance(options, Mapping):

@@ -109,11 +109,11 @@ def _tensors(value: object, depth: int) -> Iterator[Tensor]:
 
 
 class Mode(Enum):
-    """How several particles are run; the value is used in messages."""
+    """How several particles run; the value is used in messages."""
 
-    BATCHED = "at once, in a leading dim"
-    MAPPED = "at once, the model under vmap"
-    BOTH_MAPPED = "at once, both programs under vmap"
+    BATCHED = "in one batch, in a leading dim"
+    MAPPED = "in one batch, the model under vmap"
+    BOTH_MAPPED = "in one batch, model and guide under vmap"
     LOOPED = "one by one"
 
 

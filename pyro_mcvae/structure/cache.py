@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
+from pyro import poutine
+
 from pyro_mcvae.ops.tensors import is_recording
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
@@ -162,7 +164,8 @@ class Analyses:
     @property
     def num_pairs(self) -> int:
         """Return with how many models and guides the objective was used recently."""
-        return len(self._pairs)
+        # A model under a handler is the same model.
+        return len({tuple(map(poutine.unwrap, pair.programs)) for pair in self._pairs})
 
     def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are analyzed again.
@@ -175,6 +178,6 @@ class Analyses:
     def _find(self, programs: Programs) -> Analysis:
         if not self._pairs or self._pairs[0].programs != programs.pair:
             pair = next((p for p in self._pairs if p.programs == programs.pair), None)
-            others = [p for p in self._pairs if p is not pair]
-            self._pairs = [pair or _Pair(programs.pair), *others][:_MAX_PAIRS]
+            other_pairs = [p for p in self._pairs if p is not pair]
+            self._pairs = [pair or _Pair(programs.pair), *other_pairs][:_MAX_PAIRS]
         return self._pairs[0].of(programs)

@@ -1,1 +1,1 @@
-"""Tools for training loops: checkpoints, distributed minibatches, plateau detection."""
+"""Training loops: checkpoints, distributed minibatches, wake-sleep and Monte Carlo EM."""

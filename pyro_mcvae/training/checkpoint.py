@@ -8,7 +8,6 @@ import pickle
 import re
 import uuid
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
-from pyro_mcvae.ops.distributed import num_ranks, rank
-from pyro_mcvae.truncated.closed_form import ClosedForm
+from pyro_mcvae.programs.stored_module import StoredModule
 
 # The states of all random number generators that a training step may use.
 
@@ -37,10 +35,10 @@ RNGState: TypeAlias = dict[str, Any]
 def rng_state() -> RNGState:
     """Return the states of PyTorch's generators on all devices, NumPy's and Python's."""
     state = pyro.util.get_rng_state()
-    name, keys, *others = state["numpy"]
+    name, keys, *position = state["numpy"]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     # A list instead of NumPy's array, which safe loading rejects.
-    return {**state, "numpy": (name, keys.tolist(), *others), "cuda": cuda}
+    return {**state, "numpy": (name, keys.tolist(), *position), "cuda": cuda}
 
 
 def set_rng_state(state: RNGState) -> None:
@@ -65,27 +63,34 @@ Undo: TypeAlias = Callable[[], object]
 Saved: TypeAlias = Any
 
 
-class Part(ABC):
+class Part:
     """
-    An object with a state.
+    An object with methods for its state: optimizers, schedules, generators, statistics.
 
-    :cvar str kind: its class, to detect a mismatch.
-    :cvar bool by_rank: whether each rank of a distributed run has a separate state.
+    :ivar str kind: its class, to detect a mismatch.
+    :ivar bool by_rank: whether each rank of a distributed run has a separate state.
     """
 
-    kind: str
     by_rank = False
 
-    @abstractmethod
+    def __init__(
+        self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
+    ) -> None:
+        self.kind = _kind(value)
+        self.by_rank = isinstance(value, torch.Generator)
+        self._get, self._set = get, set_
+
     def save(self) -> Saved:
         """Return the state, as tensors and plain values; tensors may be the live ones."""
+        return self._get()
 
-    @abstractmethod
     def load(self, state: Saved) -> None:
         """Set the state; may fail halfway."""
+        # Some objects store the argument itself, and change it later.
+        self._set(copy.deepcopy(state))
 
     def undo(self) -> Undo:
-        """Store the present state, and return a function that restores it."""
+        """Store the current state, and return a function that restores it."""
         before = copy.deepcopy(self.save())
         return lambda: self.load(before)
 
@@ -104,19 +109,19 @@ class PyroOptimPart(Part):
         return {name: value for name, value in state.items() if name is not None}
 
     def load(self, state: Mapping[str, Saved]) -> None:
-        # A state is consumed when an optimizer is made, so present optimizers are removed.
+        # A state is consumed when an optimizer is created, so current optimizers are removed.
         self._optim.optim_objs.clear()
         self._optim.grad_clip.clear()
         self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
 
 
-def store_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return the parameter-store names of modules with a ``param_name``, by their path."""
+def stored_modules(modules: Mapping[str, nn.Module]) -> dict[str, StoredModule]:
+    """Return the modules that have a name in the parameter store, by their path."""
     return {
-        f"{part}/{path}": module.param_name
+        f"{part}/{path}": module
         for part, whole in modules.items()
         for path, module in whole.named_modules()
-        if isinstance(getattr(module, "param_name", None), str)
+        if isinstance(module, StoredModule)
     }
 
 
@@ -124,8 +129,8 @@ class ParamStorePart(Part):
     """
     Pyro's parameter store.
 
-    Many of its tensors are parameters of modules. They remain the modules' tensors; otherwise a
-    module would use values that no optimizer updates.
+    Many of its tensors are parameters of modules. Their identity is kept; otherwise a module
+    would use values that no optimizer updates.
     """
 
     kind = "ParamStoreDict"
@@ -153,10 +158,10 @@ class ParamStorePart(Part):
         for key, value in self._owned().items():
             keys.setdefault(id(value), key)
         state = self._store.get_state()
-        others = {n: p for n, p in state["params"].items() if id(p) not in keys}
+        other_params = {n: p for n, p in state["params"].items() if id(p) not in keys}
         return {
             "owners": {n: keys[id(p)] for n, p in state["params"].items() if id(p) in keys},
-            "of_modules": {n: True for n, p in others.items() if isinstance(p, nn.Parameter)},
+            "of_modules": {n: True for n, p in other_params.items() if isinstance(p, nn.Parameter)},
             "params": {n: p.detach() for n, p in state["params"].items()},
             "constraints": state["constraints"],
         }
@@ -178,7 +183,7 @@ class ParamStorePart(Part):
                 raise ValueError(
                     f"parameter '{name}' of shape {tuple(saved.shape)} belongs to a module that is "
                     f"not among the parts, and the store has none of this shape: pass the module "
-                    f"to save_checkpoint and load_checkpoint too, or call the model and the guide "
+                    f"to save_checkpoint and load_checkpoint, too, or call the model and the guide "
                     f"once before loading"
                 )
             # The module's next call adds its own tensor.
@@ -214,7 +219,7 @@ VERSION = 1
 
 
 # The classes of the parts (``kinds``), their states (``parts``), that of the parameter store
-# (``store``), the store names of modules with a ``param_name`` (``names``), the state of each rank
+# (``store``), the names of modules in it (``names``), the state of each rank
 # (``ranks``: its generators and parts), and additional values of the user (``extra``).
 Content: TypeAlias = dict[str, Any]
 _KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
@@ -288,10 +293,10 @@ def _check_bits(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # a flipped bit can request anything: a password, a compression
+    except Exception as error:  # a flipped bit can change any field of the archive
         raise ValueError(f"{path} is damaged: {error}") from error
     if damaged is not None:
-        raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
+        raise ValueError(f"{path} is damaged: its record '{damaged}' has changed")
 
 
 def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
@@ -355,13 +360,11 @@ def _as_part(name: str, value: object) -> Part:
         return ModulePart(value)
     if isinstance(value, PyroOptim):
         return PyroOptimPart(value)
-    if isinstance(value, ClosedForm):
-        return _ClosedFormPart(value)
     for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
-            return _ObjectPart(value, getattr(value, save), getattr(value, load))
+            return Part(value, getattr(value, save), getattr(value, load))
     if isinstance(value, ELBO) or name.endswith(".loss"):
-        return _ObjectPart(value, lambda: None, lambda _: None)  # without parts of its own
+        return Part(value, lambda: None, lambda _: None)  # without separate parts
     raise ValueError(
         f"part '{name}' ({type(value).__name__}) has neither state_dict and load_state_dict nor "
         f"get_state and set_state: leave it out, or pass a value by keyword, "
@@ -382,10 +385,7 @@ class ModulePart(Part):
         # The wrapper depends on the number of processes, and is not part of the state.
         wrapped = isinstance(module, DistributedDataParallel)
         self.module = cast("nn.Module", module.module if wrapped else module)
-        self.kind = _kind(self.module)
-
-    def save(self) -> dict[str, Saved]:
-        return self.module.state_dict()
+        super().__init__(self.module, self.module.state_dict, self.module.load_state_dict)
 
     def load(self, state: Mapping[str, Saved]) -> None:
         for path, module in self.module.named_modules():
@@ -394,11 +394,11 @@ class ModulePart(Part):
             if hasattr(module, "forget") and any(name not in state for name in buffer_names):
                 module.forget()  # saved before its first call
         try:
-            self.module.load_state_dict(state)
+            self._set(state)
         except RuntimeError as error:
             raise ValueError(
-                f"{error} (a module that makes its parameters at its first call, such as an "
-                f"AutoGuide, must have been called once before)"
+                f"{error} (a module that creates its parameters in its first call, such as an "
+                f"AutoGuide, must be called once before)"
             ) from error
 
     def undo(self) -> Undo:
@@ -419,46 +419,6 @@ class ModulePart(Part):
         return restore
 
 
-class _ObjectPart(Part):
-    """An object with methods for its state: optimizers, schedules, generators, statistics."""
-
-    def __init__(
-        self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
-    ) -> None:
-        self.kind = _kind(value)
-        self.by_rank = isinstance(value, torch.Generator)
-        self._get, self._set = get, set_
-
-    def save(self) -> Saved:
-        return self._get()
-
-    def load(self, state: Saved) -> None:
-        # Some objects store the argument itself, and change it later.
-        self._set(copy.deepcopy(state))
-
-    def undo(self) -> Undo:
-        before = copy.deepcopy(self._get())
-        return lambda: self._set(before)
-
-
-class _ClosedFormPart(_ObjectPart):
-    """Statistics of an epoch, collected separately by each rank."""
-
-    def __init__(self, value: ClosedForm) -> None:
-        super().__init__(value, value.state_dict, value.load_state_dict)
-        self._value = value
-
-    def save(self) -> Saved:
-        state = super().save()
-        if num_ranks() > 1:
-            state["total"], state["count"] = self._value.over_ranks()
-        return state
-
-    def load(self, state: Saved) -> None:
-        # They are summed over ranks again in an update.
-        super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
-
-
 # Checkpoints: the whole state of a training run in one file.
 
 _STORE = "pyro's parameter store"
@@ -468,25 +428,25 @@ def save_checkpoint(
     path: str | os.PathLike[str], parts: Mapping[str, object], **extra: object
 ) -> None:
     """
-    Save a training run, so that it can be resumed as if it had never stopped.
+    Save a training run, so that a resumed run gives the same numbers as an uninterrupted one.
 
     Besides the parts, the file has Pyro's parameter store and the states of the random number
     generators (PyTorch's on all devices, NumPy's, Python's). It replaces an older file only when it
     is complete: if a run is killed while saving, the old file remains.
 
     In a distributed run every rank must call this. Rank 0 writes one file, which loads on any
-    number of ranks: it has the generators of all ranks, and the sums of closed forms' statistics.
+    number of ranks: it has the generators of all ranks.
 
-    Pass any other state as ``extra``, such as the temperature of :class:`GumbelSoftmax` if you
-    anneal it. A draw that :class:`MonteCarloEM` reuses for further updates is drawn again.
+    Pass other state as ``extra``, such as an annealed temperature of :class:`GumbelSoftmax`. A draw
+    that :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
 
     :param path: the path of the file.
-    :param parts: everything that changes in training, by names of your choice: modules (models,
+    :param parts: a dict of all objects that change in training, by any names: modules (models,
         guides, ``elbo(model, guide)``, objectives with learned or adaptive parts, also wrapped in
         :class:`~torch.nn.parallel.DistributedDataParallel`), optimizers and learning rate schedules
-        of PyTorch or Pyro, a whole :class:`~pyro.infer.SVI` (with the modules that its model and
-        guide are, or are methods of; pass other modules that these use), closed-form updates, batch
-        samplers, random generators: any object with ``state_dict`` or ``get_state``.
+        of PyTorch or Pyro, batch samplers, random generators: any object with ``state_dict`` or
+        ``get_state``. An :class:`~pyro.infer.SVI` includes the modules that its model and guide
+        are, or are methods of; pass other modules that these use.
     :param extra: numbers, strings, tensors, and lists and dicts of them; :func:`load_checkpoint`
         returns them.
     :raises ValueError: naming a part that has no state to save.
@@ -520,7 +480,7 @@ def save_checkpoint(
         "kinds": {name: part.kind for name, part in live.items()},
         "parts": {name: part.save() for name, part in live.items()},
         "store": ParamStorePart(modules).save(),
-        "names": store_names(modules),
+        "names": {path: m.param_name for path, m in stored_modules(modules).items()},
         "ranks": ranks.gather({"rng": rng_state(), "parts": rank_states}),
         "extra": extra,
     }
@@ -533,14 +493,14 @@ def load_checkpoint(
     """
     Restore a training run.
 
-    On the same machine the next step equals the one after the save, bit for bit. Values are copied
-    into the live tensors, on any device, so that optimizers and compiled modules still refer to
-    them. Ranks without a saved state are seeded from the saved ones. AutoGuides have no parameters
-    before their first call, so call them once before loading; the draws of that call do not matter,
-    because the generators are set here. If anything does not fit, nothing is changed.
+    On the same machine the next step equals the step after the save, bit for bit. Values are copied
+    into the existing tensors, on any device, so that optimizers and compiled modules still refer to
+    them. Ranks without a saved state are seeded from the saved states. AutoGuides have no
+    parameters before their first call, so call them once before loading. If a part does not fit,
+    nothing is changed.
 
     :param path: a file written by :func:`save_checkpoint`.
-    :param parts: the live parts, by the names used for saving.
+    :param parts: the objects to restore, by the names used for saving.
     :param bool weights_only: reject files with anything but tensors, plain values and constraints,
         because unpickling other objects can run code. Use False only for files that you trust.
     :returns: the saved ``extra`` values.
@@ -564,12 +524,15 @@ def load_checkpoint(
     _check_names(content, named)
     modules = _modules(named)
     live: dict[str, Part] = {**named, _STORE: ParamStorePart(modules)}
-    states = _renamed(content, named, store_names(modules))
+    states = {**content["parts"], _STORE: content["store"]}
+    stored = stored_modules(modules)
+    names = {path: module.param_name for path, module in stored.items()}
     rank_state = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else None
     rng = rng_state()
     undo = [part.undo() for part in live.values()]
     name = ""
     try:
+        _rename(stored, content["names"])
         for name, part in live.items():
             part.load(rank_state["parts"].get(name, states[name]) if rank_state else states[name])
         name = "the random number generators"
@@ -578,6 +541,7 @@ def load_checkpoint(
         else:
             seed_another(content["ranks"][0]["rng"], ranks.rank())
     except Exception as error:
+        _rename(stored, names)
         for restore in undo:
             restore()
         set_rng_state(rng)
@@ -589,25 +553,9 @@ def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
     return {name: part.module for name, part in parts.items() if isinstance(part, ModulePart)}
 
 
-def _renamed(
-    content: Content, parts: Mapping[str, Part], names: Mapping[str, str]
-) -> dict[str, Saved]:
-    """Return the saved states by part, with the store names of the live modules."""
-    new = {old: names.get(where, old) for where, old in content["names"].items()}
-
-    def rename(state: Mapping[str, Saved]) -> dict[str, Saved]:
-        split = {key: key.split("$$$", 1) for key in state}
-        return {
-            "$$$".join([new.get(first, first), *suffix]): state[key]
-            for key, (first, *suffix) in split.items()
-        }
-
-    states = dict(content["parts"])
-    for name, part in parts.items():
-        if isinstance(part, PyroOptimPart):
-            states[name] = rename(states[name])
-    states[_STORE] = {key: rename(value) for key, value in content["store"].items()}
-    return states
+def _rename(stored: Mapping[str, StoredModule], names: Mapping[str, str]) -> None:
+    for path, module in stored.items():
+        module.param_name = names.get(path, module.param_name)
 
 
 def _check_names(content: Content, parts: Mapping[str, Part]) -> None:

@@ -29,7 +29,7 @@ class RankBatches:
     the minibatches, with its scale :math:`N / \sum_r B_r`.
 
     ``state_dict`` has the position in the epoch, for any number of ranks, and iteration continues
-    there. An epoch that was left by ``break`` is continued as well.
+    there. An epoch that was interrupted by ``break`` is also continued.
 
     :param int num_data: the number of data, N.
     :param int batch_size: the maximal number of data of one rank in one step.
@@ -39,7 +39,7 @@ class RankBatches:
     :param num_ranks: the number of ranks; by default from :mod:`torch.distributed`.
     :ivar epoch: the number of completed epochs.
     :ivar position: the number of used indices in this epoch, over all ranks.
-    :raises ValueError: for sizes that are not ints of at least 1, and for less data than ranks.
+    :raises ValueError: for sizes that are not ints of at least 1, and for fewer data than ranks.
 
     Example, the second of three processes::
 
@@ -63,7 +63,7 @@ class RankBatches:
         self.num_ranks = ranks.num_ranks() if num_ranks is None else num_ranks
         self.rank = ranks.rank() if rank is None else rank
         if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank must lie in 0..{self.num_ranks - 1}, got {self.rank}")
+            raise ValueError(f"rank must be in 0..{self.num_ranks - 1}, got {self.rank}")
         if num_data < self.num_ranks:
             raise ValueError(
                 f"num_data={num_data} leaves some of the {self.num_ranks} ranks without data: use "
@@ -83,7 +83,8 @@ class RankBatches:
         order = self._order()
         while size := min(self.batch_size, (len(order) - self.position) // self.num_ranks):
             begin = self.position + self.rank * size
-            # Before the step, so that a state saved after it continues with the next one.
+            # Update before the step, so that a state saved after the step continues with the next
+            # one.
             self.position += size * self.num_ranks
             yield order[begin : begin + size]
         self.epoch, self.position = self.epoch + 1, 0

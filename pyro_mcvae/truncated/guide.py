@@ -17,12 +17,22 @@ from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
-from pyro_mcvae.truncated.joint import GuideDraws, JointRuns, Layouts, find_layouts, run_guide
+from pyro_mcvae.truncated.joint import (
+    GuideDraws,
+    JointRuns,
+    Layouts,
+    find_layouts,
+    run_guide,
+    searching,
+)
 from pyro_mcvae.truncated.posterior import StatePosterior, hidden_from_handlers, sample_states
-from pyro_mcvae.truncated.search import Population, PriorDraws, Proposals, evaluate, evolve, propose
-from pyro_mcvae.truncated.state_layout import DataIndex, StateLayout, StatesError
-from pyro_mcvae.truncated.states import StateSpace, distinct_states
+from pyro_mcvae.truncated.search import EvolutionaryUpdate, Population, evolve, propose
+from pyro_mcvae.truncated.states import (
+    StateLayout,
+    StatesError,
+    StateSpace,
+    distinct_states,
+)
 
 # The observations that the states of a datum were searched for, to detect other data.
 
@@ -112,7 +122,7 @@ def _fingerprints(layouts: Layouts, sample: WeightedParticles) -> Tensor | None:
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
-_SETTINGS = "evolution guide proposals exchange fixed_data vectorize max_plate_nesting"
+_SETTINGS = "evolution guide prior_draws exchange fixed_data vectorize max_plate_nesting"
 # The number of cached layouts: those of objectives, and of direct calls.
 _MAX_LAYOUTS = 4
 # The size of a chunk of the initial states, to limit the memory of unpacked states.
@@ -164,9 +174,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     :param EvolutionaryUpdate evolution: the search of one step.
     :param guide: a guide for the latents that are not searched, called with the model's
         arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
-    :param proposals: additional candidates of each step: :class:`PriorDraws`, or a function of the
-        model's arguments (an encoder) that returns values ``[C, *batch, *event]`` of each discrete
-        site.
+    :param int prior_draws: how many states each step draws from the model besides, as candidates
+        that single moves may not reach.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
     :param bool fixed_data: whether a datum's observations are the same at every call, so that other
         observations raise an error; False for data that are drawn again (by binarization). Values
@@ -205,7 +214,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         torch.Size([10, 4])
     """
 
-    _assignable = frozenset({"evolution", "proposals"})
+    _assignable = frozenset({"evolution", "prior_draws"})
 
     def __init__(
         self,
@@ -214,7 +223,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         *,
         evolution: EvolutionaryUpdate | None = None,
         guide: Program | None = None,
-        proposals: PriorDraws | Proposals | None = None,
+        prior_draws: int = 0,
         exchange: bool = True,
         fixed_data: bool = True,
         vectorize: bool | None = None,
@@ -224,14 +233,18 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         self.num_states = check_count("num_states", num_states)
         if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
             raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
-        _check_functions(guide=guide, proposals=proposals)
+        if isinstance(guide, type) or not (callable(guide) or guide is None):
+            raise ValueError(
+                f"guide must be a function of the model's arguments, or None, got {guide!r}"
+            )
         check_flag("vectorize", vectorize, or_none=True)
         check_flag("exchange", exchange)
         check_flag("fixed_data", fixed_data)
         # In a tuple, because a model that is a module would become a submodule.
         self._model = (model,)
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
-        self.guide, self.proposals, self.exchange = guide, proposals, exchange
+        self.guide, self.exchange = guide, exchange
+        self.prior_draws = check_count("prior_draws", prior_draws, 0)
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
         # The layouts of the programs of recent calls, the latest first.
         self._layout_cache: list[tuple[object, Layouts]] = []
@@ -243,11 +256,6 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     def __getstate__(self) -> dict[str, object]:
         # A copy finds its layouts again.
         return {**self.__dict__, "_layout_cache": []}
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether there are states: after the first call, or after loading them."""
-        return any(name.startswith("states_") for name in self._buffers)
 
     @property
     def model(self) -> Program:
@@ -287,11 +295,12 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             ...         k = pyro.sample("k", dist.Categorical(torch.ones(5) / 5))
             ...         pyro.sample("x", dist.Normal(k, 1.0), obs=x)
             >>> guide, x_test = TruncatedPosterior(model, num_states=2), torch.tensor([0.5, 3.0])
-            >>> log_evidence(model, guide.for_data(x_test), x_test).log_evidence.shape
+            >>> guide.for_data(x_test).posterior(x_test).free_energy.shape
             torch.Size([2])
         """
         num_steps = check_count("num_steps", num_steps, 0)
-        posterior = new_posterior(self, self.model)
+        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS.split()}
+        posterior = TruncatedPosterior(self.model, self.num_states, **settings)
         with evaluation_modules(find_modules(self.model, posterior)):
             posterior.fit(*args, num_steps=num_steps, **kwargs)
         return posterior.eval()
@@ -324,7 +333,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         """
         guide_trace = run_guide(self.guide, args, kwargs)
         with hidden_from_handlers(), torch.no_grad():
-            nesting = self._layouts(self.model, self._sampler, args, kwargs).nesting
+            programs = Programs(self.model, self, args, kwargs)
+            nesting = self._layouts(programs, self._sampler).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
     def forget(self) -> None:
@@ -333,15 +343,13 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             del self._buffers[name]
         self._synchronized, self._layout_cache, self._record = False, [], DataRecord()
 
-    def _layouts(
-        self, model: Program, sampler: ParticleSampler, args: Args, kwargs: Kwargs
-    ) -> Layouts:
+    def _layouts(self, programs: Programs, sampler: ParticleSampler) -> Layouts:
         """Return the layouts of the model, and make the initial states at its first call."""
-        key = model, self.guide, sampler
+        key = programs.model, self.guide, sampler
         for cached_key, layouts in self._layout_cache:
             if cached_key == key:
                 return layouts
-        layouts = find_layouts(sampler, model, self.guide, args, kwargs)
+        layouts = find_layouts(sampler, searching(programs, self.guide))
         self._prepare(layouts.layout, layouts.prior_draws)
         self._layout_cache = [(key, layouts), *self._layout_cache[: _MAX_LAYOUTS - 1]]
         return layouts
@@ -357,16 +365,14 @@ class TruncatedPosterior(FixedOptions, nn.Module):
                 f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
                 f"num_states={space.cardinality}, which is exact inference"
             )
-        if name in self._buffers:
-            self._check(layout, tuple(self.get_buffer(name).shape))
-            # Loaded before the first call; new states would be on the device of draws.
-            self._buffers[name] = self.get_buffer(name).to(prior_draws.device)
-        else:
+        if name not in self._buffers:
             states = _first_states(space, prior_draws, layout.num_data, self.num_states)
             self.register_buffer(name, states)
-
-    def _check(self, layout: StateLayout, shape: tuple[int, ...]) -> None:
-        expected = (layout.num_data, self.num_states, layout.space.num_bytes)
+            return
+        # Loaded before the first call; new states would be on the device of draws.
+        self._buffers[name] = self.get_buffer(name).to(prior_draws.device)
+        shape = tuple(self.get_buffer(name).shape)
+        expected = (layout.num_data, self.num_states, space.num_bytes)
         if shape[1:] == expected[1:] and shape != expected:
             raise ValueError(
                 f"plate '{layout.plates[-1].name}' has {expected[0]} data, but states are stored "
@@ -414,12 +420,11 @@ class EStep:
         sampler: ParticleSampler,
         draws: GuideDraws | None = None,
     ) -> None:
-        model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
-        layouts = guide._layouts(model, sampler, args, kwargs)
-        self._guide, self._layout = guide, layouts.layout
+        layouts = guide._layouts(programs, sampler)
+        self._guide = guide
         self._states = guide.get_buffer(f"states_{layouts.layout.name}")
         self._observed: Tensor | None = None
-        self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, draws)
+        self.runs = JointRuns(sampler, layouts, searching(programs, guide.guide), draws)
 
     def synchronize(self) -> None:
         """Use the initial states of rank 0 on all ranks of a distributed run."""
@@ -434,17 +439,25 @@ class EStep:
         :param searched: whether states will be searched for these data, and stored.
         :raises ValueError: if states are stored for other data, and not searched for these.
         """
-        count = self._guide.num_states
-        population, sample = evaluate(self.runs, self._minibatch, count)
+        count, space = self._guide.num_states, self.runs.layouts.layout.space
+        packed: list[Tensor] = []
+
+        def load() -> Tensor:
+            index = self.runs.data.index.to(self._states.device)
+            packed.append(self._states.index_select(0, index))
+            return space.unpack(packed[0])
+
+        sample = self.runs.run(load, count)
+        joint = self.runs.log_joint_rows(sample)
         # If all states are stored, they are valid for any data.
-        if self._guide.fixed_data and count < self._layout.space.cardinality:
+        if self._guide.fixed_data and count < space.cardinality:
             self._observed = self._guide._record.compare(self.runs, sample, searched)
-        return population, sample
+        return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
     def search(self, population: Population) -> Population:
         """Return better states, without storing them."""
-        if self._guide.proposals is not None:
-            population = propose(self.runs, population, self._guide.proposals)
+        if self._guide.prior_draws:
+            population = propose(self.runs, population, self._guide.prior_draws)
         return evolve(self.runs, population, self._guide.evolution)
 
     def keep(self, population: Population, shared: bool = False) -> None:
@@ -466,25 +479,6 @@ class EStep:
             states.index_copy_(0, index, packed)
         if self._observed is not None:
             self._guide._record.keep(self.runs, self._observed)
-
-    def _minibatch(self, data: DataIndex) -> Tensor:
-        """Return the packed states of a minibatch, ``[E, S, bytes]``."""
-        return self._states.index_select(0, data.index.to(self._states.device))
-
-
-def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosterior:
-    """Return a guide with the same settings for another model, without states."""
-    settings: dict[str, Any] = {name: getattr(guide, name) for name in _SETTINGS.split()}
-    return TruncatedPosterior(model, guide.num_states, **settings)
-
-
-def _check_functions(**functions: object) -> None:
-    for name, value in functions.items():
-        if isinstance(value, type) or not (callable(value) or isinstance(value, PriorDraws | None)):
-            raise ValueError(
-                f"{name} must be a function of the model's arguments"
-                f"{', or PriorDraws()' if name == 'proposals' else ''}, or None, got {value!r}"
-            )
 
 
 def _first_states(space: StateSpace, prior: Tensor, num_data: int, count: int) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 from pyro import distributions as dist
@@ -41,16 +42,12 @@ from pyro_mcvae.programs.types import (
 )
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.state_layout import (
-    DataIndex,
-    SiteSpec,
-    StateLayout,
-    StatesError,
-    find_data_index,
-    site_spec,
-)
+from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, StatesError, site_spec
 
 # Find the discrete sites of a model, and the data plate of their states.
+
+# From so many prior draws the states of each datum begin.
+_PRIOR_DRAWS = 256
 
 
 class SearchMessenger(Messenger):
@@ -64,7 +61,7 @@ class SearchMessenger(Messenger):
         super().__init__()
         self.model, self.guide = model, guide
         self._traces = Trace(), Trace()
-        self._searched: set[str] = set()
+        self.searched: set[str] = set()
 
     def __eq__(self, other_: object) -> bool:
         return isinstance(other_, SearchMessenger) and (self.model, self.guide) == (
@@ -76,7 +73,7 @@ class SearchMessenger(Messenger):
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         guide_trace = run_guide(self.guide, args, kwargs)
-        self._searched = set()
+        self.searched = set()
         with poutine.trace() as tracer, self, poutine.replay(trace=guide_trace):
             self.model(*args, **kwargs)
         self._traces = tracer.trace, guide_trace
@@ -93,7 +90,7 @@ class SearchMessenger(Messenger):
                 f"poutine.block(model, expose=['{name}']))"
             )
         check_unmasked(msg)
-        self._searched.add(msg["name"])
+        self.searched.add(msg["name"])
         with torch.no_grad():
             msg["value"] = detach_provenance(msg["fn"].sample()).detach()
         msg["done"] = True
@@ -101,7 +98,7 @@ class SearchMessenger(Messenger):
     def get_traces(self) -> tuple[Trace, Trace]:
         """Return the model's and the guide's trace of the last call."""
         model_trace, guide_trace = self._traces
-        return model_trace, with_searched(guide_trace, model_trace, self._searched)
+        return model_trace, with_searched(guide_trace, model_trace, self.searched)
 
 
 def check_unmasked(site: Site) -> None:
@@ -122,7 +119,15 @@ def check_unmasked(site: Site) -> None:
         )
 
 
-def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Trace:
+def searching(programs: Programs, guide: Program | None) -> Programs:
+    """Return programs whose guide draws the discrete latents from the model."""
+    model = with_impossible_data(programs.model)
+    return replace(programs, model=model, guide=SearchMessenger(model, guide))
+
+
+def run_guide(
+    guide: Program | None, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Trace:
     """Return the trace of a guide; an empty trace for None."""
     with poutine.trace() as tracer:
         if guide is not None:
@@ -191,29 +196,21 @@ class Layouts:
     prior_draws: Tensor
 
 
-def find_layouts(
-    sampler: ParticleSampler,
-    model: Program,
-    guide: Program | None,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    prior_draws: int = 256,
-) -> Layouts:
+def find_layouts(sampler: ParticleSampler, programs: Programs) -> Layouts:
     """
     Find the discrete sites of a model, their data plate and their entries.
 
+    :param programs: from :func:`searching`.
     :raises StatesError: naming a site that cannot have states per datum.
     """
-    model = with_impossible_data(model)
-    search = SearchMessenger(model, guide)
-    programs = Programs(model, search, args, kwargs)
+    search = cast("SearchMessenger", programs.guide)
     with isolated(programs.owners), torch.no_grad():
         run = sampler.run_once(programs)
         fixed_data = _constant_observations(programs, run)
-        names = sorted(search._searched, key=list(run.model_trace.nodes).index)
+        names = sorted(search.searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
-        for _ in range(min(prior_draws, -(-prior_draws // batch)) - 1):
+        for _ in range(-(-_PRIOR_DRAWS // batch) - 1):
             draws.append(run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1])
     if not names:
         raise StatesError(
@@ -240,7 +237,7 @@ def find_layouts(
     layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in sites])
     data = DataIndex(tuple(frames[k].size for k in block.plates), torch.zeros(0))
     drawn = [layout.states({n: t.nodes[n]["value"] for n in names}, data) for t in draws]
-    states = torch.cat(drawn).flatten(0, 1)[: max(prior_draws, 1)]
+    states = torch.cat(drawn).flatten(0, 1)[:_PRIOR_DRAWS]
     return Layouts(run.nesting, structure, layout, plates, fixed_data, states)
 
 
@@ -248,20 +245,14 @@ def _constant_observations(programs: Programs, run: Run) -> frozenset[str]:
     """Return the observed sites with the same values in another run, and without a gradient."""
     with torch.enable_grad():
         second_trace = run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1]
-    nodes = run.model_trace.nodes
-    observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
-    return frozenset(
-        name
-        for name in observed
-        if name in second_trace
-        and nodes[name]["value"].numel()  # pyro.factor observes nothing
-        and not second_trace.nodes[name]["value"].requires_grad
-        and _equal(nodes[name]["value"], second_trace.nodes[name]["value"])
-    )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    same = set()
+    for term in run.terms:
+        if not term.in_guide and term.site["is_observed"] and term.key.name in second_trace:
+            a, b = term.site["value"], second_trace.nodes[term.key.name]["value"]
+            is_equal = a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+            if a.numel() and is_equal and not b.requires_grad:  # pyro.factor observes nothing
+                same.add(term.key.name)
+    return frozenset(same)
 
 
 def _check_data_plate(site: Site, structure: Structure, run: Run) -> None:
@@ -296,7 +287,7 @@ Leaves = dict[tuple[str, int], Tensor]
 
 
 def _draw_nothing(*args: object, **kwargs: object) -> None:
-    """Draw nothing, as the guide of a model whose latents are all searched."""
+    """Draw nothing, in one function for all steps: analyses are kept by program."""
 
 
 class JointRuns:
@@ -307,7 +298,8 @@ class JointRuns:
 
     :param sampler: vectorizes the runs, and caches the analyses of the programs.
     :param layouts: from :func:`find_layouts`.
-    :param fixed_data: existing draws of ``guide``, by site, and their minibatch.
+    :param programs: from :func:`searching`.
+    :param draws: existing draws of ``guide``, by site, and their minibatch.
     :ivar finite: whether all densities with a graph were finite.
     :ivar num_runs: the number of passes through the model.
     :ivar num_states: the number of evaluated states of a datum.
@@ -317,22 +309,17 @@ class JointRuns:
         self,
         sampler: ParticleSampler,
         layouts: Layouts,
-        model: Program,
-        guide: Program | None,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        programs: Programs,
         draws: GuideDraws | None = None,
     ) -> None:
-        self._sampler, self.layouts = sampler, layouts
-        model = with_impossible_data(model)
-        self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
+        self._sampler, self.layouts, self._programs = sampler, layouts, programs
+        guide = cast("SearchMessenger", programs.guide).guide
         # Programs in which the model draws the discrete sites itself, with any dims.
-        self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
-        self.args, self.kwargs = args, kwargs
+        self._plain = replace(programs, guide=guide or _draw_nothing)
         draws = GuideDraws() if draws is None else draws
         self.subsamples = Minibatch(draws.subsamples)
         with Recorder(Substitutes(self.subsamples, draws.values), records=False):
-            self.guide_trace = run_guide(guide, args, kwargs)
+            self.guide_trace = run_guide(guide, programs.args, programs.kwargs)
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
         ]
@@ -377,7 +364,9 @@ class JointRuns:
                     )
                 check_unmasked(msg)
                 if self._data is None:
-                    self._find_data(msg)
+                    # On the states' device, because a copy from the host would synchronize.
+                    layout, device = self.layouts.layout, self.layouts.prior_draws.device
+                    self._data = layout.find_data(msg, self.subsamples, device)
                 if states is None:
                     return None
                 if not values:
@@ -441,11 +430,6 @@ class JointRuns:
             self.finite = self.finite and bool(total.isfinite().all())
         return total.flatten(1).t()
 
-    def _find_data(self, msg: Site) -> None:
-        # On the states' device, because a copy from the host would synchronize.
-        device = self.layouts.prior_draws.device
-        self._data = find_data_index(self.layouts.layout, msg, self.subsamples, device)
-
     @cached_property
     def _execution(self) -> Execution:
         return Execution(
@@ -479,8 +463,16 @@ class JointRuns:
             )
         both = with_searched(guide_trace, model_trace, names)
         terms = [broadcast_term(s) for s in scored(model_trace)]
-        # In the order of the first call, which numbers the blocks.
-        searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
+        # In the order of the first call, which numbers the blocks; in a dtype that promotes to any.
+        searched = [
+            Term(
+                FactorKey("guide", n),
+                s,
+                torch.zeros((), dtype=torch.int8, device=s["value"].device),
+            )
+            for n, s in both.nodes.items()
+            if n in names
+        ]
         all_terms = (*terms, *self._guide_terms, *searched)
         layout_fields = nesting, count, self.subsamples
         run = Run(both, model_trace, all_terms, *layout_fields)
@@ -510,12 +502,6 @@ def _inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
     inside = support.check(value)
     note(msg, outside=~inside)
     return torch.where(inside, value, torch.full_like(value, spec.low))
-
-
-def _no_density(site: Site) -> Term:
-    """Return the guide's term of a searched site: zero, in a dtype that promotes to any other."""
-    zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
-    return Term(FactorKey("guide", site["name"]), site, zero)
 
 
 def _expanded(site: Site, count: int, nesting: int) -> Tensor:

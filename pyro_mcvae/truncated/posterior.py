@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.sites import is_random
-from pyro_mcvae.programs.types import FactorKey, Site, plate_frames
+from pyro_mcvae.programs.types import LeadingDimsError, Site, plate_frames
 from pyro_mcvae.truncated.joint import GuideDraws, JointRuns
 from pyro_mcvae.truncated.search import Population
 
@@ -134,36 +134,6 @@ class StatePosterior:
         """Return the weights in the shape of the plates' batch dims, ``[*batch, S]``."""
         return self._batched(self.weights).movedim(0, -1)
 
-    def _site(self, name: str) -> Site:
-        """
-        Return a site of the model's trace with all states in one batch dim.
-
-        :raises ValueError: if the states were run one by one, or the model has no such site.
-        """
-        nodes = self.particles.runs[0].model_trace.nodes
-        if len(self.particles.runs) > 1:
-            raise ValueError("the states were run one by one: pass vectorize=True for the reason")
-        if name not in nodes:
-            raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
-        return nodes[name]
-
-    def _mean_at(self, site: Site, value: Tensor) -> Tensor:
-        """
-        Return the posterior mean of a value computed at a site of the model.
-
-        :param value: broadcast to ``[S, *batch, *event]``, if the site lies in a data plate.
-        :returns: ``[*batch, *event]``.
-        :raises ValueError: for a site outside the data plate.
-        """
-        if self.particles.block_of[0].get(FactorKey("model", site["name"])) is None:
-            raise ValueError(
-                f"site '{site['name']}' lies in no plate of discrete latents, so its values have "
-                f"no weights of a truncated posterior"
-            )
-        dim = 1 + self.runs.layouts.nesting + site["fn"].event_dim
-        value = value.reshape((1,) * (dim - value.dim()) + value.shape)
-        return _weighted_sum(self._aligned(dim), value)
-
     def _gather(self, name: str, index: Tensor, leading: bool = True) -> Tensor:
         """
         Return a site's values in the states of an index.
@@ -234,37 +204,45 @@ def sample_states(posterior_of: PosteriorOf, guide_trace: Trace, nesting: int) -
     Draw a state of each datum, given the visible draws of ``guide``.
 
     :param posterior_of: returns the truncated posterior given such draws.
-    :param guide_trace: the trace of ``guide``, possibly inside outer plates.
+    :param guide_trace: the trace of ``guide``.
     :param nesting: the number of batch dims of the programs' plates.
     :returns: the values by site.
+    :raises LeadingDimsError: for draws of ``guide`` inside outer plates.
     """
     nodes = guide_trace.nodes
     plate_sites = [s for s in nodes.values() if s["type"] == "sample" and site_is_subsample(s)]
     chosen = {s["name"]: torch.as_tensor(s["value"]) for s in plate_sites}
-    outer, draws = _per_particle(guide_trace, nesting)
-    posteriors = [posterior_of(GuideDraws(values, chosen)) for values in draws]
-    plates = _make_plates(posteriors[0], frozenset(chosen))
+    draws = {}
+    for site in filter(is_random, nodes.values()):
+        name, value = site["name"], site["value"]
+        if value.dim() - site["fn"].event_dim > nesting:
+            raise LeadingDimsError(
+                f"the guide= of a TruncatedPosterior draws site '{name}' with shape "
+                f"{tuple(value.shape)} inside plates of other particles or predictions, but the "
+                f"states of each draw need a run of their own: pass vectorize_particles=False, or "
+                f"parallel=False"
+            )
+        draws[name] = value
+    posterior = posterior_of(GuideDraws(draws, chosen))
+    plates = _make_plates(posterior, frozenset(chosen))
     # An outer handler may set another minibatch, that of the other particles of a step.
-    before = posteriors[0].runs.subsamples
+    before = posterior.runs.subsamples
     now = {n: plate.indices for n, plate in plates.items() if n in before}
     if any(not torch.equal(before[n].to(index), index) for n, index in now.items()):
-        posteriors = [posterior_of(GuideDraws(values, {**chosen, **now})) for values in draws]
-    layout = posteriors[0].runs.layouts.layout
-    weights = torch.stack([p._batch_weights for p in posteriors])
-    batch = weights.shape[1:-1]
-    inner = (*(1,) * (nesting - len(batch)), *batch) if outer else batch
+        posterior = posterior_of(GuideDraws(draws, {**chosen, **now}))
+    layout = posterior.runs.layouts.layout
     with _entered(plates, [key.name for key in layout.plates]):
         index = pyro.sample(
             f"_{layout.name}_state",
-            dist.Categorical(logits=weights.log().reshape(*outer, *inner, weights.shape[-1])),
+            dist.Categorical(logits=posterior._batch_weights.log()),
             infer={"is_auxiliary": True, _MARK: tuple(layout.sites)},
         )
     values: dict[str, Tensor] = {}
     for name in layout.sites:
-        site = posteriors[0].particles.runs[0].model_trace.nodes[name]
+        site = posterior.particles.runs[0].model_trace.nodes[name]
         frames = sorted(plate_frames(site), key=lambda f: f.dim or 0)
         with _entered(plates, [f.name for f in frames]):
-            value = posteriors[0]._gather(name, index, leading=False)
+            value = posterior._gather(name, index, leading=False)
             point = dist.Delta(value, event_dim=site["fn"].event_dim)
             values[name] = pyro.sample(name, point)
     return values
@@ -274,41 +252,6 @@ def drawn_from_states(site: Site) -> tuple[str, ...]:
     """Return the sites whose states are indexed by a guide's site; empty for other sites."""
     names: tuple[str, ...] = site["infer"].get(_MARK, ())
     return names
-
-
-def _per_particle(
-    guide_trace: Trace, nesting: int
-) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
-    """
-    Return the random draws of a guide in each element of the plates around it.
-
-    :returns: the sizes of these plates' dims, and the draws of each element.
-    """
-    sites = [s for s in guide_trace.nodes.values() if is_random(s)]
-    shapes = {s["name"]: s["value"].shape for s in sites}
-    cuts = {s["name"]: len(shapes[s["name"]]) - s["fn"].event_dim - nesting for s in sites}
-    outer = torch.broadcast_shapes(*(shapes[n][: max(cut, 0)] for n, cut in cuts.items()))
-    if not outer:
-        return (), [{s["name"]: s["value"] for s in sites}]
-    draws: list[dict[str, Tensor]] = [{} for _ in range(outer.numel())]
-    for site in sites:
-        name, inner_shape = site["name"], _own_shape(site, nesting)
-        lead = shapes[name][: max(cuts[name], 0)]
-        value = site["value"].reshape(*lead, *inner_shape).expand(*outer, *inner_shape)
-        for particle, part in zip(draws, value.reshape(-1, *inner_shape), strict=True):
-            particle[name] = part
-    return tuple(outer), draws
-
-
-def _own_shape(site: Site, nesting: int) -> torch.Size:
-    """Return the shape of a draw inside the guide's own plates only."""
-    value, fn = site["value"], site["fn"]
-    depth = max((-f.dim for f in plate_frames(site) if f.dim and -f.dim <= nesting), default=0)
-    batch = value.shape[: value.dim() - fn.event_dim][-nesting:] if nesting else torch.Size()
-    # A draw outside plates has dims of size one, which the outer plates have added.
-    cut = len(batch) - depth
-    keep = batch[cut:] if cut > 0 and all(n == 1 for n in batch[:cut]) else batch
-    return keep + value.shape[value.dim() - fn.event_dim :]
 
 
 def _make_plates(posterior: StatePosterior, hidden: frozenset[str]) -> dict[str, pyro.plate]:

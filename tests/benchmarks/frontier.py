@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyro
@@ -112,11 +112,57 @@ def seeds(_: Path) -> Model:
     return model
 
 
+# The first and the last ten of thirty convections of a Lorenz system, from the inference gym too.
+CONVECTION = [-0.2761459, 0.18631345, 0.1467675, -1.3148443, -1.2150469]
+CONVECTION += [-0.44544014, -0.5505127, -0.9422926, -1.9986963, 0.13876402]
+CONVECTION += [-16.095385, -18.901144, -21.515736, -22.736586, -23.451488]
+CONVECTION += [-21.417793, -15.236895, -7.6766376, -0.19389218, 6.26647]
+
+
+class LorenzPath(dist.TorchDistribution):
+    """Thirty states of a Lorenz system that noise drives, by steps of 0.02: shape [30, 3]."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    support = dist.constraints.independent(dist.constraints.real, 2)
+
+    def __init__(self) -> None:
+        super().__init__(event_shape=torch.Size((30, 3)), validate_args=False)
+
+    def following(self, state: Tensor) -> Any:
+        x, y, z = state.unbind(-1)
+        slope = torch.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z], -1)
+        return dist.Normal(state + 0.02 * slope, 0.1 * 0.02**0.5)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        states = [torch.randn(*sample_shape, 3)]
+        while len(states) < 30:
+            states.append(self.following(states[-1]).sample())
+        return torch.stack(states, -2)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        start = dist.Normal(0.0, 1.0).log_prob(value[..., 0, :]).sum(-1)
+        steps = self.following(value[..., :-1, :]).log_prob(value[..., 1:, :])
+        return start + steps.sum((-1, -2))
+
+
+def convection(_: Path) -> Model:
+    """A Lorenz system, of which one coordinate is observed with noise, but not in the middle."""
+    observed = torch.tensor(CONVECTION)
+
+    def model() -> None:
+        x = pyro.sample("path", LorenzPath())[..., 0]
+        seen = torch.cat([x[..., :10], x[..., 20:]], -1)
+        pyro.sample("seen", dist.Normal(seen, 1.0).to_event(1), obs=observed)
+
+    return model
+
+
 MODELS: dict[str, Callable[[Path], Model]] = {
     "ionosphere": lambda root: logistic(root / "ionosphere.npz"),
     "sonar": lambda root: logistic(root / "sonar.npz"),
     "brownian": brownian,
     "seeds": seeds,
+    "convection": convection,
 }
 
 
@@ -249,7 +295,7 @@ def figure(rows: list[Row], path: Path) -> None:
 
     found = best(rows)
     models = [m for m in MODELS if any(row.model == m for row in rows)]
-    drawn, axes = pyplot.subplots(1, len(models), figsize=(3.4 * len(models), 3), squeeze=False)
+    drawn, axes = pyplot.subplots(1, len(models), figsize=(3.0 * len(models), 3), squeeze=False)
     for panel, model in zip(axes[0], models, strict=True):
         for i, method in enumerate(METHODS):
             line = sorted(

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import softplus
 
 from pyro_mcvae import UniformFlips
-from pyro_mcvae.truncated.evolution import FitnessProportional, Parents
+from pyro_mcvae.truncated.search import Parents, choose_parents
 from pyro_mcvae.truncated.states import StateSpace, distinct_states, duplicates, keep_best
 
 
@@ -48,7 +48,7 @@ class ByHand:
         states, keys = self.space.unpack(packed), self.space.keys(packed)
         joint = self.log_joint(states, self.x[index])
         for _ in range(generations):
-            chosen = FitnessProportional()(joint, count)
+            chosen = choose_parents(joint, count)
             at = chosen.unsqueeze(-1).expand(-1, -1, packed.shape[-1])
             chosen = self.space.unpack(packed.gather(1, at))
             parents = Parents(self.space, chosen, (packed), joint, keys)

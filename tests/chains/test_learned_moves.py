@@ -203,12 +203,10 @@ def test_a_trained_objective_is_saved_and_copied():
 @pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # Pyro 1.9.1 does
 def test_values_from_the_store_are_used_in_the_first_step(tmp_path):
     loss = objective()
-    loss.param_name = "chain"
     train(loss, 4)
     pyro.get_param_store().save(tmp_path / "store")
     factor = loss.kernel.integrator.factor.detach().clone()
     again = objective()
-    again.param_name = "chain"
     pyro.clear_param_store()
     pyro.get_param_store().load(tmp_path / "store")
     again.loss_and_grads(model, guide)

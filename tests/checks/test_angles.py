@@ -81,7 +81,7 @@ def test_point_masses_are_no_matter(caplog):
 
 
 def test_white_coordinates_are_no_circle():
-    with pytest.raises(ValueError, match=r"'z' is an angle, which has no end there.*noise"):
+    with pytest.raises(ValueError, match=r"'z' is an angle, which is periodic.*noise"):
         log_evidence(
             model, ROUND["von Mises"], schedule=5, kernel=HMC(), coordinates="whitened", warmup=2
         )

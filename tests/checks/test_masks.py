@@ -1,6 +1,5 @@
 """Masks of a model and of its guide: the evidence is that of the observed entries, or refused."""
 
-import functools
 import math
 
 import pyro
@@ -8,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI
 from pyro.infer.autoguide import (
     AutoDiagonalNormal,
     AutoMultivariateNormal,
@@ -17,7 +17,17 @@ from pyro.infer.autoguide import (
 )
 from pyro.infer.reparam import NeuTraReparam
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, log_evidence, refine, sandwich
+from pyro_mcvae import (
+    ULA,
+    CompiledELBO,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    log_evidence,
+    refine,
+    sandwich,
+)
 from tests.estimates import called
 
 X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -200,7 +210,7 @@ def test_a_masked_prior_draws_no_data():
         with pyro.plate("data", 3):
             pyro.sample("z", dist.Normal(x, 1.0))
 
-    with pytest.raises(ValueError, match=r"'z' of the model says .mask\(False\)"):
+    with pytest.raises(ValueError, match=r"'z' of the model has .mask\(False\)"):
         sandwich(model, guide, X)
 
 
@@ -334,30 +344,15 @@ class TestTransportedLatents:
         assert list(draws.log_likelihood) == list(draws.observed) == ["y"]
 
     def test_data_cannot_be_drawn_from_them(self):
-        with pytest.raises(ValueError, match="'a' of the model is a point mass with a density"):
+        with pytest.raises(
+            ValueError, match="'a' of the model is a point mass with another density"
+        ):
             sandwich(*self.programs())
 
 
 def test_a_scaled_guide_is_refused():
     with pytest.raises(ValueError, match=r"'z' of the guide is scaled by .* \(0.5\)"):
         log_evidence(lambda: imputing(0.5), lambda: imputing_guide(~OBSERVED, 0.5))
-
-
-@pytest.mark.parametrize("make", [TraceSGVB_ELBO, lambda: TraceIWAE_ELBO(3)], ids=["sgvb", "iwae"])
-def test_an_entropy_that_no_prior_limits_is_logged_with_its_remedy(make, caplog):
-    """The bound lies above the evidence, until the guide has the mask as well."""
-    entropy = dist.Normal(X / 2, 1.5).entropy()[OBSERVED].sum()
-    values, steps = [], 200 if make is TraceSGVB_ELBO else 60
-    for mask in (None, ~OBSERVED):
-        caplog.clear()
-        guide, loss = functools.partial(imputing_guide, mask), make()
-        values.append(torch.tensor([-loss.loss(imputing, guide) for _ in range(steps)]).mean())
-        logged = [r.getMessage() for r in caplog.records if "'x_unobserved'" in r.getMessage()]
-        assert len(logged) == (mask is None)
-        assert all("Put the same poutine.mask around the site in the guide" in m for m in logged)
-    assert values[0] > EXACT.sum() > values[1]
-    if make is TraceSGVB_ELBO:
-        assert abs(values[0] - values[1] - entropy) < 0.4  # two noisy means, five errors
 
 
 def test_a_latent_whose_prior_is_a_factor_is_not_taken_for_padding(caplog):
@@ -373,4 +368,99 @@ def test_a_latent_whose_prior_is_a_factor_is_not_taken_for_padding(caplog):
 
     exact = dist.Normal(0.0, 2**0.5).log_prob(X).sum().item()
     assert TraceIWAE_ELBO(2).loss(model, guide) == pytest.approx(-exact)
-    assert "no bound" not in caplog.text
+    assert "not a bound" not in caplog.text
+
+
+def ragged_observations():
+    with pyro.plate("data", 3):
+        z = torch.zeros(3)
+        for t, x in enumerate(SERIES):
+            z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 1.0))
+            pyro.sample(f"x_{t}", dist.Normal(z, 0.5).mask(t < LENGTHS), obs=x)
+
+
+def imputing_all():
+    with pyro.plate("data", 3):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x_observed", dist.Normal(z, 1.0).mask(OBSERVED), obs=X)
+        pyro.sample("x_unobserved", dist.Normal(z, 1.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        TraceSGVB_ELBO,
+        lambda: TraceIWAE_ELBO(5),
+        lambda: TraceIWAE_ELBO(5, vectorize_particles=False),
+        lambda: TraceSIS_ELBO(3, ULA(0.02)),
+        lambda: TraceAIS_ELBO(2, num_particles=3),
+        lambda: CompiledELBO(TraceIWAE_ELBO(5), backend="eager"),
+    ],
+    ids=["sgvb", "iwae", "looped", "sis", "ais", "compiled"],
+)
+@pytest.mark.parametrize(
+    ("model", "counting"), [(ragged, ragged_observations), (imputing, imputing_all)]
+)
+def test_masked_latents_that_the_guide_counts_have_their_prior(make, model, counting):
+    """
+    As if only the observations were masked; else the entropy of padding would have no limit.
+
+    By Pyro's ELBO the padded series reach 0.6 nats after 400 steps, with an evidence of -9.5.
+    """
+
+    def steps(program):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        guide = called(AutoNormal(model, init_scale=0.5))
+        pyro.set_rng_seed(2)
+        svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.1}), make())
+        return [svi.step() for _ in range(4)]
+
+    # The first step finds the latents; what it draws for that is drawn again.
+    assert steps(model) == pytest.approx(steps(counting), rel=1e-9)
+
+
+def test_different_masks_of_model_and_guide_are_logged(caplog):
+    more = torch.tensor([True, True, False])
+    TraceIWAE_ELBO(3).loss(imputing, lambda: imputing_guide(more))
+    assert "'x_unobserved' has entries that a mask removes from the model" in caplog.text
+    caplog.clear()
+    TraceIWAE_ELBO(3).loss(imputing, lambda: imputing_guide(~OBSERVED))
+    assert "x_unobserved" not in caplog.text
+
+
+def test_a_mask_that_removes_entries_of_a_later_minibatch_alone():
+    """The first series are full, so that the first analysis has nothing to compare."""
+
+    def series(lengths):
+        with pyro.plate("data", 3):
+            z = torch.zeros(3)
+            for t, x in enumerate(SERIES):
+                with poutine.mask(mask=t < lengths):
+                    z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 1.0))
+                    pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=x)
+
+    guide = AutoNormal(series, **near(SERIES))
+    loss = TraceIWAE_ELBO(4000)
+    full = torch.full((3,), 3)
+    guide(full)
+    for _ in range(3):  # the next use has no fresh analysis
+        loss.loss(series, guide, full)
+    for lengths in (LENGTHS, full, LENGTHS):
+        fresh = TraceIWAE_ELBO(4000).loss(series, guide, lengths)
+        assert abs(loss.loss(series, guide, lengths) - fresh) < 0.3
+    assert abs(loss.loss(series, guide, LENGTHS) + float(exact_ragged().sum())) < 0.3
+
+
+def test_a_flat_prior_that_other_factors_have_is_not_counted():
+    """With ``.mask(False)`` the prior of z is in a factor, which depends on z."""
+
+    def flat():
+        z = pyro.sample("z", dist.Normal(0.0, 10.0).mask(False))
+        pyro.factor("prior", dist.Normal(0.0, 1.0).log_prob(z))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
+
+    guide = called(AutoNormal(flat, init_scale=0.8))
+    exact = float(dist.Normal(0.0, math.sqrt(2)).log_prob(torch.tensor(1.0)))
+    value = -TraceIWAE_ELBO(4000).loss(flat, guide)
+    assert abs(value - exact) < 0.1

@@ -99,4 +99,4 @@ def test_chains_average_on_minibatches_without_local_latents(name, loss, caplog)
     elbo = LOSSES[loss]()
     result = elbo.loss(example.model, example.guide, *example.data, example.batch_size)
     assert math.isfinite(result)
-    assert "no latent is weighed per datum, because data of the subsampled plate" in caplog.text
+    assert "no latent has a weight per datum, because data of the subsampled plate" in caplog.text

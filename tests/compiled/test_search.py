@@ -13,7 +13,6 @@ from pyro_mcvae import (
     CompiledELBO,
     EvolutionaryUpdate,
     InformedFlips,
-    PriorDraws,
     TraceTruncated_ELBO,
     TruncatedPosterior,
     UniformFlips,
@@ -61,7 +60,7 @@ SEARCHES: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "classes": (classes, {}, {}),
     "global latents, the prior's draws": (
         with_weights,
-        {"guide": about_weights, "proposals": PriorDraws(3)},
+        {"guide": about_weights, "prior_draws": 3},
         {},
     ),
     "looped": (bits, {"vectorize": False}, {"vectorize_particles": False}),

@@ -416,7 +416,7 @@ def test_latents_outside_of_a_subsampled_plate_are_refused(vectorize):
     def guide():
         pyro.sample("w", dist.Normal(0.0, 1.0))
 
-    with pytest.raises(ValueError, match=r"no latent of the guide \(w\) has its own weight"):
+    with pytest.raises(ValueError, match=r"no latent of the guide \(w\) has a separate weight"):
         refused(model, guide, vectorize)()
     assert not poutine.runtime._PYRO_STACK
 

@@ -232,7 +232,9 @@ def test_a_subsampled_plate_inside_of_the_data_is_named():
         TraceTruncated_ELBO().loss(replicated, TruncatedPosterior(replicated, 2))
 
 
-@pytest.mark.parametrize(("scale", "what"), [(5.0, "no bound on 5"), (0.25, "loose bound on 0.25")])
+@pytest.mark.parametrize(
+    ("scale", "what"), [(5.0, "not a bound on 5"), (0.25, "loose bound on 0.25")]
+)
 def test_a_scale_around_everything_is_told_to_temper(scale, what, caplog):
     def model(x, inner=1.0):
         with pyro.plate("data", 4), poutine.scale(scale=scale):

@@ -280,5 +280,5 @@ def test_factors_of_the_guide_that_hide_draws_are_refused(estimator):
     x = torch.tensor([0.4, -1.0])
     elbo = TraceSIS_ELBO(2, ULA(0.1), gradient_estimator=estimator)
     elbo.loss_and_grads(model, partial(guide, reparameterized=True), x)
-    with pytest.raises(ValueError, match=r"factor 'penalty' says has_rsample=False"):
+    with pytest.raises(ValueError, match=r"factor 'penalty' has has_rsample=False"):
         elbo.loss_and_grads(model, partial(guide, reparameterized=False), x)

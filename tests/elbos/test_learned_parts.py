@@ -28,7 +28,6 @@ def test_learned_parts_that_were_loaded_into_the_store_go_on_learning(tmp_path):
 
     def begin():
         loss = TraceSIS_ELBO(schedule=LearnedSchedule(3))
-        loss.param_name = "schedule"  # as in another process
 
         def model():
             with pyro.plate("data", 3):
@@ -57,7 +56,7 @@ def test_learned_parts_that_were_loaded_into_the_store_go_on_learning(tmp_path):
     for _ in range(5):
         svi.step()
     assert not torch.allclose(loss.schedule(), betas, atol=1e-3)
-    assert loss.schedule.logits is pyro.get_param_store()._params["schedule$$$schedule.logits"]
+    assert loss.schedule.logits is pyro.get_param_store()._params["TraceSIS_ELBO$$$schedule.logits"]
 
 
 def model():
@@ -74,7 +73,6 @@ def guide():
 def test_a_copy_of_an_objective_learns_by_itself():
     loss = TraceSIS_ELBO(schedule=LearnedSchedule(2))
     other = copy.deepcopy(loss)
-    assert other.param_name != loss.param_name
 
     SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=loss).step()
     assert not torch.equal(loss.schedule.logits, torch.zeros(2))
@@ -91,7 +89,6 @@ def test_a_trained_objective_is_pickled():
     for _ in range(3):
         svi.step()
     other = pickle.loads(pickle.dumps(loss))
-    assert other.param_name != loss.param_name
     pyro.set_rng_seed(0)
     value = loss.loss(model, guide)
     pyro.set_rng_seed(0)
@@ -109,6 +106,48 @@ def trained(initial=None, warmup=20, num_steps=3, **options):
         schedule=LearnedSchedule(num_steps),
         **options,
     )
+
+
+def test_names_in_the_store_depend_on_the_order_of_use_alone():
+    """In a new process, after ``clear_param_store``, the same program has the same names."""
+
+    def step(loss):
+        SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=loss).step()
+        return loss
+
+    unused, first, second = (TraceSIS_ELBO(2) for _ in range(3))
+    step(first)
+    step(second)
+    names = [first.param_name, second.param_name]
+    assert names == ["TraceSIS_ELBO", "TraceSIS_ELBO_2"]
+    values = first.schedule.logits.clone(), second.schedule.logits.clone()
+    pyro.clear_param_store()
+    assert step(unused).param_name == "TraceSIS_ELBO"
+    # The first one's name is taken; its values are still its own.
+    assert step(first).param_name == "TraceSIS_ELBO_2"
+    assert step(second).param_name == "TraceSIS_ELBO_3"
+    for loss, before in zip([first, second], values, strict=True):
+        assert torch.allclose(loss.schedule.logits, before, atol=0.2)
+        assert not torch.equal(loss.schedule.logits, unused.schedule.logits)
+
+
+def test_several_objectives_take_over_their_values_from_a_loaded_store(tmp_path):
+    def train(steps):
+        pyro.clear_param_store()
+        losses = [TraceSIS_ELBO(2), TraceSIS_ELBO(2)]
+        if not steps:
+            pyro.get_param_store().load(tmp_path / "store")
+        for loss, lr in zip(losses, [0.1, 0.2], strict=True):
+            svi = SVI(model, guide, pyro.optim.Adam({"lr": lr if steps else 1e-9}), loss=loss)
+            for _ in range(steps or 1):
+                svi.step()
+        return [loss.schedule.logits.detach().clone() for loss in losses]
+
+    saved = train(3)
+    assert not torch.equal(*saved)
+    pyro.get_param_store().save(tmp_path / "store")
+    for value, before in zip(train(0), saved, strict=True):
+        torch.testing.assert_close(value, before)
 
 
 class Steep:

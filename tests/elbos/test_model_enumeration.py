@@ -13,14 +13,13 @@ from pyro.ops.indexing import Vindex
 from pyro_mcvae import (
     MALA,
     ULA,
-    LogWeight,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     refine,
 )
-from pyro_mcvae.coordinates.log_weight import GradientMode
+from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_latent

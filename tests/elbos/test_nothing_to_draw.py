@@ -180,7 +180,7 @@ def test_particles_of_point_masses_are_named_as_no_bound(points, caplog):
         caplog.clear()
         loss = make()
         result[type(loss).__name__, loss.num_particles] = loss.loss(model, guide)
-        named = "no bound on log p(x). TraceSGVB_ELBO" in caplog.text
+        named = "not a bound on log p(x). TraceSGVB_ELBO" in caplog.text
         assert named == (points == ("m", "z") and loss.num_particles > 1)
     if "z" in points:
         covariance = 0.0025 * torch.ones(3, 3) + 1.0025 * torch.eye(3)

@@ -157,7 +157,7 @@ def test_a_model_that_observes_nothing_is_reported(caplog):
 
     result = log_evidence(prior, guide, X)
     assert bool((result.log_evidence.abs() < 4 * result.standard_error).all())
-    assert "the model observes nothing, so that its log evidence is 0" in caplog.text
+    assert "the model observes nothing, so its log evidence is 0" in caplog.text
 
 
 def bernoulli(probability, obs):
@@ -245,11 +245,11 @@ def test_batches_of_every_kind(batches):
         (3, "batches must be a DataLoader .* got 3"),
         (
             X,
-            r"a tensor of shape \(3,\), whose entries would be taken for batches: pass \[data\]",
+            r"a tensor of shape \(3,\), whose entries would be used as batches: pass \[data\]",
         ),
-        ({"x": X}, "got dict, whose entries would be taken for batches"),
+        ({"x": X}, "got dict, whose entries would be used as batches"),
         ("data", "got str, whose entries"),
-        ([None], "a batch, or what to_args makes of it, is None"),
+        ([None], "a batch, or the result of to_args, is None"),
         ([X[:0]], "plate 'data' has an empty minibatch"),
         ([(X, X)], r"the model cannot be called with a batch.*\(Tensor, Tensor\).*to_args="),
         (DataLoader(TensorDataset(X, X)), "cannot be called with a batch"),
@@ -264,7 +264,7 @@ def test_batches_that_are_none(batches, message):
 
 def test_functions_that_make_arguments_return_them():
     for judge in (lambda f: judged([X], to_args=f), lambda f: sandwich(model, guide, X, to_args=f)):
-        with pytest.raises(ValueError, match="what to_args makes of it, is None"):
+        with pytest.raises(ValueError, match="the result of to_args, is None"):
             judge(lambda given: None)
     assert judged([(X, "label")], to_args=lambda batch: batch[0]) == (3,)
 

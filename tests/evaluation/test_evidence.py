@@ -157,7 +157,7 @@ def test_chunks_of_given_weights_say_what_the_whole_says():
 
 
 def test_by_default_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("pyro_mcvae.evaluation.options._CHUNK", 1000)
+    monkeypatch.setattr("pyro_mcvae.evaluation.weights._CHUNK", 1000)
     exact, sizes = ProbabilisticPCA(), []
 
     class Watch(pyro.poutine.messenger.Messenger):

@@ -119,7 +119,7 @@ def test_nested_plates_ask_along_which():
     options = {"num_particles": 30, "progress": False}
     result = log_evidence_loader(model, guide, batches, plate="data", **options)
     assert result.log_evidence.shape == (3, 10)
-    with pytest.raises(ValueError, match=r"the plates \['rows', 'data'\]: say along which"):
+    with pytest.raises(ValueError, match=r"the plates \['rows', 'data'\]: pass the plate along"):
         log_evidence_loader(model, guide, batches, **options)
     with pytest.raises(ValueError, match="plate='cols', but the weights' plates are"):
         log_evidence_loader(model, guide, batches, plate="cols", **options)
@@ -137,7 +137,7 @@ def test_one_weight_for_all_data_does_not_add_up():
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(x / 2, 0.8))
 
-    with pytest.raises(ValueError, match="not the sum of theirs"):
+    with pytest.raises(ValueError, match="not the sum of their evidence"):
         log_evidence_loader(model, guide, X.split(2), progress=False)
 
 

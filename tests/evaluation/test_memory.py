@@ -58,7 +58,7 @@ def test_more_particles_take_no_more_memory(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_chunk_has_the_memory_that_it_says(monkeypatch, way):
     """By default, a few times that of the numbers which it draws."""
-    monkeypatch.setattr("pyro_mcvae.evaluation.options._CHUNK", 1 << 17)
+    monkeypatch.setattr("pyro_mcvae.evaluation.weights._CHUNK", 1 << 17)
     exact = ProbabilisticPCA(p=30, N=20)
     judge, options = WAYS[way]
     result = peak(judge, exact.model, exact.guide, num_particles=300, **options)

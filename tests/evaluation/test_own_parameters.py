@@ -70,5 +70,5 @@ def test_parameters_that_a_later_guide_has_taken_over_are_named(make: Any) -> No
     first = trained(make, 1.0)
     second = trained(make, 5.0)  # with the first one's parameters in the store
     of_log_evidence(first)
-    with pytest.warns(UserWarning, match=r"parameter '.*' of .* in another module.*"):
+    with pytest.warns(UserWarning, match=r"parameter '.*' of .* is shared with another module.*"):
         of_log_evidence(second)

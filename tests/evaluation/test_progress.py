@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from pyro_mcvae import (
-    MonteCarloEM,
     compare_models,
     log_evidence,
     log_evidence_loader,
@@ -14,6 +13,7 @@ from pyro_mcvae import (
     report,
     sandwich,
 )
+from pyro_mcvae.programs import progress
 from tests.models import ConjugateGaussian
 
 
@@ -24,6 +24,7 @@ class Bar:
 
     def __init__(self, **options):
         self.options, self.total, self.n, self.closed = options, options["total"], 0.0, False
+        self.disable = bool(options["disable"])
         self.made.append(self)
 
     def update(self, count):
@@ -51,7 +52,6 @@ CALLS = {
     "report": lambda m, g, **o: report(m, g, num_particles=20, **o),
     "loader": lambda m, g, **o: log_evidence_loader(m, g, [()] * 2, num_particles=9, **o),
     "sandwich": lambda m, g, **o: sandwich(m, g, schedule=2, to_args=lambda data: (), **o),
-    "draws of EM": lambda m, g, **o: MonteCarloEM(5, **o).loss_and_grads(m, g),
     "models": lambda m, g, **o: compare_models({"a": (m, g), "b": (m, g)}, num_particles=20, **o),
 }
 
@@ -69,13 +69,24 @@ def test_work_ends_where_it_was_said_to(call, bars):
         assert bar.options["disable"] is False
 
 
+def test_long_evaluations_log_their_progress_without_a_terminal(monkeypatch, caplog):
+    exact = ConjugateGaussian(N=3)
+    log_evidence(exact.model, exact.guide, num_particles=30, chunk_size=7)
+    assert "done" not in caplog.text  # less than a minute
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    log_evidence(exact.model, exact.guide, num_particles=30, chunk_size=7, progress=False)
+    assert "done" not in caplog.text
+    log_evidence(exact.model, exact.guide, num_particles=30, chunk_size=7)
+    assert "evaluating: 23 % done" in caplog.text
+    assert "evaluating: 100 % done" in caplog.text
+
+
 def test_none_waits_and_leaves_files_alone(bars):
     exact = ConjugateGaussian(N=3)
     log_evidence(exact.model, exact.guide, num_particles=5)
     assert bars[0].options["disable"] is None
     assert bars[0].options["delay"] == 2
     log_evidence(exact.model, exact.guide, num_particles=5, progress=False)
-    MonteCarloEM(5, progress=False).loss_and_grads(exact.model, exact.guide)
     assert all(bar.options["disable"] for bar in bars[1:])
     with pytest.raises(ValueError, match="progress must be True, False or None, got 'no'"):
-        MonteCarloEM(progress="no")
+        log_evidence(exact.model, exact.guide, progress="no")

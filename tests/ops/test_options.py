@@ -139,14 +139,14 @@ def test_a_search_may_change_between_steps():
 
 def test_arguments_without_a_meaning_say_so():
     with pytest.raises(
-        TypeError, match="Truncated_ELBO has no use for the argument num_particles=3"
+        TypeError, match="Truncated_ELBO does not accept the argument num_particles=3"
     ):
         TraceTruncated_ELBO(num_particles=3)
     with pytest.raises(ValueError, match=r"num_particles=3: TruncatedPosterior\(..., num_states"):
         TraceTruncated_ELBO().num_particles = 3
     for option in ({"multi_sample": True}, {"num_categories": 2}, {"schedule": 3}):
         with pytest.raises(
-            TypeError, match=f"MonteCarloEM has no use for the argument {next(iter(option))}"
+            TypeError, match=f"MonteCarloEM does not accept the argument {next(iter(option))}"
         ):
             MonteCarloEM(**option)
 

@@ -180,7 +180,7 @@ def test_a_program_that_reads_a_latent_is_looped_and_says_so(caplog):
         losses = [
             TraceIWAE_ELBO(300, vectorize_particles=v).loss(model, guide) for v in (None, False)
         ]
-    (line,) = [r.getMessage() for r in caplog.records if "are run one by one" in r.message]
+    (line,) = [r.getMessage() for r in caplog.records if "run one by one" in r.message]
     assert line.index("in a leading dim: ") < line.index("under vmap: ")
     assert len(line.replace("\n", "x" * 400)) < 400  # one short line
     assert math.isclose(*losses, abs_tol=0.1)

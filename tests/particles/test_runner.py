@@ -48,7 +48,7 @@ def right(means):
 @alone
 def test_a_judge_does_not_take_particles_for_groups_of_which_there_are_as_many():
     # Of four draws it took the first two for the groups' means.
-    with pytest.raises(RuntimeError, match=r"\d vectorised particles.*index from the right"):
+    with pytest.raises(RuntimeError, match=r"\d vectorized particles.*index from the right"):
         log_evidence(*grouped(wrong), num_particles=4, vectorize_particles=True)
     result = log_evidence(*grouped(right), num_particles=4)
     assert bool(torch.as_tensor(result.log_evidence).isfinite().all())
@@ -61,7 +61,7 @@ def test_other_leading_dims_of_a_log_weight_are_not_taken_for_groups():
         sampler = ParticleSampler(1, True, max_plate_nesting=1)  # one particle shows nothing
         return LogWeight(sampler, programs)
 
-    with pytest.raises(RuntimeError, match=r"\d vectorised particles.*index from the right"):
+    with pytest.raises(RuntimeError, match=r"\d vectorized particles.*index from the right"):
         log_weight(wrong)(torch.zeros(4, *log_weight(wrong).coordinates.shape[1:]))
     at = log_weight(right)
     assert at(torch.zeros(4, *at.coordinates.shape[1:])).log_weight.isfinite().all()
@@ -73,7 +73,7 @@ def test_nor_are_those_of_a_loss(objective):
     """With four of each, ``means[group]`` had a loss of 21.9 where 11.4 was right."""
     elbo = objective(4, vectorize_particles=True)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"\d vectorised.*index from the right"):
+        with pytest.raises(RuntimeError, match=r"\d vectorized.*index from the right"):
             elbo.loss(*grouped(wrong))
     assert math.isfinite(elbo.loss(*grouped(right)))
 

@@ -136,10 +136,6 @@ def train(name, rank=None):
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in run.elbo.named_parameters()}
         optimizer.step()
-        for closed in run.closed:
-            closed.add(run.guide.posterior(x[index], index, SIZE))
-            if step == STEPS - 2:
-                closed.update()
         state = {n: v.clone() for n, v in run.elbo.state_dict().items()}
         record.append((loss.detach(), gradients, state))
     return record
@@ -155,8 +151,7 @@ def continued(path, again):
     run, x, module = begin("truncated", rank, known=False)
     optimizer = torch.optim.Adam(run.elbo.parameters(), lr=1e-2)
     batches, generator = RankBatches(SIZE, 2), torch.Generator().manual_seed(ranks.rank())
-    closed = {f"closed-{i}": c for i, c in enumerate(run.closed)}
-    parts = {"elbo": module, "optimizer": optimizer, "batches": batches, "own": generator, **closed}
+    parts = {"elbo": module, "optimizer": optimizer, "batches": batches, "own": generator}
 
     def steps(count):
         losses = []
@@ -166,8 +161,6 @@ def continued(path, again):
                 loss = module(x[index], index, SIZE)
                 loss.backward()
                 optimizer.step()
-                for c in run.closed:
-                    c.add(run.guide.posterior(x[index], index, SIZE))
                 losses.append((loss.item(), index, torch.rand((), generator=generator)))
                 if len(losses) == count:
                     return losses
@@ -178,8 +171,6 @@ def continued(path, again):
         steps(3)
         save_checkpoint(path, parts)
     losses = steps(4)
-    for c in run.closed:
-        c.update()
     return losses, {n: v.clone() for n, v in run.elbo.state_dict().items()}
 
 

@@ -15,8 +15,6 @@ from pyro_mcvae import (
     RELAX,
     ULA,
     AdaptiveStepSize,
-    BernoulliPrior,
-    GaussianNoise,
     LearnedMomentum,
     LearnedSchedule,
     LearnedStepSize,
@@ -140,7 +138,7 @@ class MixtureGuide(PyroModule):
 
 
 class SparseCoding(PyroModule):
-    """Binary latents, with parameters that closed forms set."""
+    """Binary latents."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +166,7 @@ class Run:
 
     def __init__(self, name, interface, auto=False, wrap=lambda loss: loss):
         self.x = data()
-        self.loss, self.closed = wrap(OBJECTIVES[name]()), []
+        self.loss = wrap(OBJECTIVES[name]())
         self.model, self.guide = programs(name)
         if auto:
             self.guide = AutoNormal(self.model, create_plates=self.plates)
@@ -185,10 +183,6 @@ class Run:
             self.rates = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
             self.parts.update(elbo=self.elbo, optimizer=self.optimizer, rates=self.rates)
             self.train = self.torch_step
-        if name in TRUNCATED:
-            self.closed = [BernoulliPrior("z", self.model.pi), GaussianNoise("x", self.model.sigma)]
-            self.parts.update({f"closed-{i}": c for i, c in enumerate(self.closed)})
-        self.count = 0
 
     def plates(self, x, index=None, size=N):
         return pyro.plate("data", size, subsample=index)
@@ -204,13 +198,7 @@ class Run:
     def step(self):
         index = torch.randperm(N)[:4]
         x = self.x[index]
-        loss = self.train(x, index)
-        self.count += 1
-        for closed in self.closed:
-            closed.add(self.guide.posterior(x, index))
-            if self.count % 3 == 0:
-                closed.update()
-        return loss
+        return self.train(x, index)
 
     def tensors(self):
         """All that the run has learned, by name."""

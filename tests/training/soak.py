@@ -42,12 +42,7 @@ def resident():
 
 def own_state(run):
     parts = [p for p in (run.loss, run.guide) if isinstance(p, nn.Module)]
-    result = {n: v for part in parts for n, v in part.state_dict().items()}
-    for i, closed in enumerate(run.closed):
-        result.update(
-            {f"closed {i}": closed.parameter, f"total {i}": torch.as_tensor(closed.total)}
-        )
-    return result
+    return {n: v for part in parts for n, v in part.state_dict().items()}
 
 
 def check_sane(run):

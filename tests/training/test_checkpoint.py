@@ -17,7 +17,6 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_mcvae import (
-    BernoulliPrior,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSIS_ELBO,
@@ -257,7 +256,7 @@ def test_autoguides_that_were_never_called_say_so(tmp_path):
     save_checkpoint(path, run.parts)
     new = TraceIWAE_ELBO(3)(run.model, AutoNormal(run.model))
     save_checkpoint(path, {"elbo": TraceIWAE_ELBO(3)(run.model, run.guide)})
-    with pytest.raises(ValueError, match=r"AutoGuide, must have been called once before"):
+    with pytest.raises(ValueError, match=r"AutoGuide, must be called once before"):
         load_checkpoint(path, {"elbo": new})
 
 
@@ -314,7 +313,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
             assert_same(saved.state_dict(), live.state_dict())
     assert refused > 40
     path.write_bytes(whole[:first] + b"1" + whole[first + 1 :])
-    with pytest.raises(ValueError, match=r"run.pt is damaged: its record '.*' is not what was"):
+    with pytest.raises(ValueError, match=r"run.pt is damaged: its record '.*' has changed"):
         load_checkpoint(path, {"net": saved})
 
 
@@ -457,19 +456,6 @@ def test_a_function_around_an_autoguide_is_asked_for(tmp_path):
 
 
 # Parts by themselves --------------------------------------------------------------------------
-
-
-def test_closed_forms_keep_their_statistics():
-    prior = BernoulliPrior("z", torch.tensor([0.5, 0.5]))
-    prior.total, prior.count = torch.tensor([1.0, 3.0]), torch.tensor([4.0, 4.0])
-    state = copy.deepcopy(prior.state_dict())
-    prior.update()
-    other = BernoulliPrior("z", torch.tensor([0.1, 0.1]))
-    other.load_state_dict(state)
-    other.update()
-    assert torch.equal(other.parameter, prior.parameter)
-    with pytest.raises(ValueError, match=r"site 'z' has shape \(3,\), and was saved with \(2,\)"):
-        BernoulliPrior("z", torch.zeros(3)).load_state_dict(state)
 
 
 def test_generators_and_pyros_own_losses(tmp_path):

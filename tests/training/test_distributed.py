@@ -140,7 +140,7 @@ def test_batches_go_on_where_others_stopped_on_any_number_of_ranks():
     [
         ({"num_data": 0}, "num_data must be an int of at least 1, got 0"),
         ({"batch_size": 2.0}, "batch_size must be an int of at least 1, got 2.0"),
-        ({"rank": 2, "num_ranks": 2}, r"rank must lie in 0..1, got 2"),
+        ({"rank": 2, "num_ranks": 2}, r"rank must be in 0..1, got 2"),
         ({"num_data": 2, "num_ranks": 3}, "num_data=2 leaves some of the 3 ranks without data"),
     ],
 )

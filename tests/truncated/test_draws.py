@@ -32,11 +32,11 @@ def guide(size=None):
         pyro.sample("w", dist.Categorical(torch.ones(4)))
 
 
-@pytest.mark.parametrize(("parallel", "size"), [(False, None), (True, 2)])
-def test_states_are_drawn_given_the_draws_beside_them(parallel, size):
+@pytest.mark.parametrize("size", [None, 2])
+def test_states_are_drawn_given_the_draws_beside_them(size):
     truncated = TruncatedPosterior(model, 2, guide=guide)
     count = 12
-    drawn = Predictive(model, guide=truncated, num_samples=count, parallel=parallel)(size)
+    drawn = Predictive(model, guide=truncated, num_samples=count)(size)
     s = drawn["s"].reshape(count, 1)
     rows = size or N
     assert drawn["w"].shape == drawn["z"].shape == (count, rows)
@@ -45,12 +45,17 @@ def test_states_are_drawn_given_the_draws_beside_them(parallel, size):
     assert len({*s.flatten().tolist()}) == len({*drawn["z"].flatten().tolist()}) == 2
 
 
-@pytest.mark.parametrize(("size", "vectorize"), [(None, True), (2, False)])
-def test_the_elbo_of_any_draw_is_its_free_energy(size, vectorize):
+def test_draws_beside_the_states_are_one_at_a_time():
+    truncated = TruncatedPosterior(model, 2, guide=guide)
+    with pytest.raises(RuntimeError, match=r"draws site 's' with shape \(12, 1\) .*parallel=False"):
+        Predictive(model, guide=truncated, num_samples=12, parallel=True)()
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_the_elbo_of_any_draw_is_its_free_energy(size):
     """log p(x, s, w, z) - log q is the same for all z with weight: here for all draws at all."""
     truncated = TruncatedPosterior(model, 2, guide=guide)
-    options = {"vectorize_particles": vectorize, "max_plate_nesting": 1}
-    result = Trace_ELBO(num_particles=3, **options).loss(model, truncated, size)
+    result = Trace_ELBO(num_particles=3).loss(model, truncated, size)
     assert math.isclose(result, TraceTruncated_ELBO().loss(model, truncated, size), rel_tol=1e-9)
 
 
@@ -64,14 +69,13 @@ def weighted(index=None):
             pyro.sample("x", dist.Normal(z + a, 0.5), obs=X[i])
 
 
-@pytest.mark.parametrize(("index", "vectorize"), [(None, False), (torch.tensor([3, 1]), True)])
-def test_plates_of_an_autoguide_are_made_once(index, vectorize):
+@pytest.mark.parametrize("index", [None, torch.tensor([3, 1])])
+def test_plates_of_an_autoguide_are_made_once(index):
     """Given its draws, log p - log q of the discrete part is their exact log evidence."""
     other = AutoNormal(poutine.block(weighted, hide=["z"]), init_scale=0.7)
     truncated = TruncatedPosterior(weighted, 2, guide=other)
     truncated.posterior(index)
-    with pyro.plate("particles", 4, dim=-4) if vectorize else poutine.trace():
-        trace = poutine.trace(truncated).get_trace(index)
+    trace = poutine.trace(truncated).get_trace(index)
     a, z = trace.nodes["a"]["value"], trace.nodes["z"]["value"]
     log_q = trace.nodes["_data_state"]["fn"].log_prob(trace.nodes["_data_state"]["value"])
     x = X if index is None else X[index]
@@ -81,7 +85,7 @@ def test_plates_of_an_autoguide_are_made_once(index, vectorize):
 
     exact = torch.logaddexp(*(joint(torch.tensor(v)) for v in (0.0, 1.0)))
     assert torch.allclose(joint(z) - log_q.reshape(z.shape), exact)
-    assert a.shape == ((4, 1, 3, 1) if vectorize else (3, 1))
+    assert a.shape == (3, 1)
 
 
 def components():

@@ -7,12 +7,11 @@ import torch
 
 from pyro_mcvae import (
     EvolutionaryUpdate,
-    FitnessProportional,
     InformedFlips,
-    PriorDraws,
     TruncatedPosterior,
     UniformFlips,
 )
+from pyro_mcvae.truncated.search import choose_parents
 
 N, H = 4, 5
 MADE = torch.Generator().manual_seed(3)
@@ -32,7 +31,7 @@ def test_every_possible_state_becomes_a_parent_as_often_as_it_should():
     fraction = (fitness + 0.1 * fitness.mean() * torch.tensor([1.0, 1.0, 0.0, 1.0])).double()
     fraction /= fraction.sum()
     count = 40_000
-    result = FitnessProportional()(log_joint, count)[0].bincount(minlength=4) / count
+    result = choose_parents(log_joint, count)[0].bincount(minlength=4) / count
     assert ((result - fraction).abs() <= 4.5 * (fraction * (1 - fraction) / count).sqrt()).all()
     assert result[0] > 0
     assert result[2] == 0
@@ -57,8 +56,8 @@ def test_a_search_ends_where_no_move_of_any_state_improves_the_set(seed, mutatio
         assert (inside | (by_code.gather(0, neighbour) <= worst)).all()
 
 
-@pytest.mark.parametrize("proposals", [None, PriorDraws(4)])
-def test_draws_from_the_prior_find_what_single_moves_cannot(proposals):
+@pytest.mark.parametrize("prior_draws", [0, 4])
+def test_draws_from_the_prior_find_what_single_moves_cannot(prior_draws):
     """Between 0...0 and 1...1 all is worse: one state ends at either, by moves alone."""
 
     def trap():
@@ -67,13 +66,10 @@ def test_draws_from_the_prior_find_what_single_moves_cannot(proposals):
             on = z.sum(-1)
             pyro.factor("trap", torch.where(on == H, 3.0, -on))
 
-    def uniformly(log_joint, count):
-        return torch.randint(log_joint.shape[1], (len(log_joint), count))
-
-    update = EvolutionaryUpdate(2, H, 1, uniformly, UniformFlips())
-    guide = TruncatedPosterior(trap, 1, evolution=update, proposals=proposals)
+    update = EvolutionaryUpdate(2, H, 1, UniformFlips())
+    guide = TruncatedPosterior(trap, 1, evolution=update, prior_draws=prior_draws)
     guide.posterior()
     guide.states_data.zero_()
     result = guide.fit(num_steps=40)
-    best = 3.0 if proposals else 0.0
+    best = 3.0 if prior_draws else 0.0
     assert torch.allclose(result, torch.full((8,), best) - H * torch.tensor(2.0).log())

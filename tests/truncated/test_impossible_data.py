@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_mcvae import TraceTruncated_ELBO, TruncatedPosterior, log_evidence, report
+from pyro_mcvae import TraceTruncated_ELBO, TruncatedPosterior
 
 SEEN = torch.tensor([[2.0, 3.0, 1.0], [0.0, 0.0, 0.0], [5.0, 4.0, 6.0]])
 
@@ -84,19 +84,11 @@ def test_counts_that_the_prior_never_draws_are_found(num_states):
     assert ((result < exact + 1e-9) & (result > exact - 0.6)).all()
 
 
-def test_judges_know_impossible_states():
-    seen, guide = SEEN[:, 0], TruncatedPosterior(counted, num_states=3)
-    guide.fit(seen, num_steps=20)
+def test_nearly_all_states_have_nearly_all_of_the_evidence():
+    seen = SEEN[:, 0]
     exact = dist.Poisson(1.0).log_prob(seen)
-    result = log_evidence(counted, guide, seen)
-    assert (result.log_evidence < exact + 1e-6).all()
-    # Of nearly all states it is the evidence.
     wide = TruncatedPosterior(counted, num_states=30)
-    wide.fit(seen, num_steps=100)
-    torch.testing.assert_close(
-        log_evidence(counted, wide, seen).log_evidence, exact, rtol=0, atol=1e-6
-    )
-    assert not isinstance(report(counted, guide, seen, num_particles=100).prior, str)
+    torch.testing.assert_close(wide.fit(seen, num_steps=100), exact, rtol=0, atol=1e-6)
 
 
 def test_what_no_state_makes_possible_is_named_with_the_remedy():
@@ -106,7 +98,7 @@ def test_what_no_state_makes_possible_is_named_with_the_remedy():
             pyro.sample("y", dist.Binomial(10, 0.2 + 0.5 * z), obs=seen)
 
     guide = TruncatedPosterior(model, num_states=2)
-    with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial\).*\n.*proposals="):
+    with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial\).*\n.*prior_draws="):
         TraceTruncated_ELBO().loss(model, guide, torch.tensor([11.0, 2.0]))
 
 

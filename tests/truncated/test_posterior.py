@@ -60,3 +60,24 @@ def test_results_that_would_meet_other_weights_are_refused(function):
     posterior = TruncatedPosterior(nested, 16).posterior()
     with pytest.raises(ValueError, match=r"the function returned shape .*keepdim=True"):
         posterior.expectation(function)
+
+
+def test_closed_forms_by_expectations_raise_the_free_energy():
+    """The recipe of ``docs/api/truncated.md``: an M-step of the probabilities and of the noise."""
+    x, weight = torch.randn(20, 3), torch.randn(4, 3)
+    pi, sigma = torch.full((4,), 0.5), torch.tensor(2.0)
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(pi).to_event(1))
+            pyro.sample("x", dist.Normal(z @ weight, sigma).to_event(1), obs=x)
+
+    guide = TruncatedPosterior(model, num_states=16)
+    before = guide.posterior(x)
+    for _ in range(5):
+        pi.copy_(before.marginals()["z"].mean(0).clamp(1e-4, 1 - 1e-4))
+        squares = before.expectation(lambda values: (x - values["z"] @ weight).square())
+        sigma.copy_(squares.mean().sqrt())
+        after = guide.posterior(x)
+        assert after.free_energy.sum() > before.free_energy.sum()
+        before = after

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_mcvae.truncated.evolution import Parents
+from pyro_mcvae.truncated.search import Parents
 from pyro_mcvae.truncated.states import StateSpace, duplicates
 
 WIDTHS = [1, 7, 8, 9, 63, 64, 65, 130]
@@ -30,7 +30,7 @@ def test_keys_are_linear_and_distinct(width):
     torch.manual_seed(width)
     states = torch.cat([units, torch.randint(2, (200, width), dtype=torch.uint8)])
     keys = space.keys(space.pack(states))
-    assert torch.equal(keys, (states.long() * space.unit_keys(states.device)).sum(-1))
+    assert torch.equal(keys, (states.long() * space.table("unit key", states.device)).sum(-1))
     distinct = len({tuple(row) for row in states.tolist()})
     assert distinct == len(keys) - int(duplicates(keys.unsqueeze(0)).sum())
 

@@ -1,4 +1,4 @@
-"""What the experiment of Kingma and Welling (2014) is made of: images, a VAE, three objectives."""
+"""The experiment of Kingma and Welling (2014): images, a VAE, and three objectives."""
 
 import gzip
 import time
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from pyro_mcvae import MonteCarloEM, TraceSGVB_ELBO, WakeSleep
 
-# How many steps use one minibatch: Monte Carlo EM's posterior draws serve 5 updates (appendix E).
+# Number of steps with one minibatch: Monte Carlo EM uses its draws for 5 updates (appendix E).
 UPDATES = {"MCEM": 5}
 
-# Of Adagrad. On MNIST (500 hidden units, 10 latents, 100,000 samples) wake-sleep's bound was -185
-# nats with 0.005 and -1502 with 0.02; the paper chose among 0.01, 0.02 and 0.1.
+# Learning rates of Adagrad. On MNIST (500 hidden units, 10 latents, 100,000 samples) the bound of
+# wake-sleep was -185 nats with 0.005 and -1502 with 0.02. The paper used 0.01, 0.02 or 0.1.
 LEARNING_RATES = {"AEVB": 0.02, "Wake-Sleep": 0.005, "MCEM": 0.02}
 
 OBJECTIVES: dict[str, Callable[[], Any]] = {
@@ -31,7 +31,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
 
 class VAE(nn.Module):
     """
-    Multilayer perceptrons of one hidden layer as encoder and decoder (appendix C).
+    A VAE with perceptrons of one hidden layer as encoder and decoder (appendix C).
 
     model: z ~ Normal(0, I), x | z ~ Bernoulli or Normal; guide: z | x ~ Normal. Binary pixels have
     a Bernoulli decoder, gray ones a Gaussian decoder whose means lie in the unit interval.
@@ -52,7 +52,7 @@ class VAE(nn.Module):
             nn.init.normal_(parameter, std=0.01)
 
     def model(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
-        """``rows`` are the places of the images ``x`` among the ``size`` of the data set."""
+        """``rows`` are the indices of the images ``x`` in the data set of ``size`` images."""
         pyro.module("decoder", self.decoder)
         with pyro.plate("data", size or len(x), subsample=rows, dim=-1):
             z = pyro.sample("z", dist.Normal(x.new_zeros(self.num_latents), 1.0).to_event(1))
@@ -72,7 +72,7 @@ class VAE(nn.Module):
             pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
 
     def prior(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
-        """The guide of Monte Carlo EM, which has no encoder: where chains begin."""
+        """The guide of Monte Carlo EM, which has no encoder. Chains start from its draws."""
         with pyro.plate("data", size or len(x), subsample=rows, dim=-1):
             pyro.sample("z", dist.Normal(x.new_zeros(self.num_latents), 1.0).to_event(1))
 
@@ -82,7 +82,7 @@ class VAE(nn.Module):
 
 @dataclass
 class Data:
-    """Images, one per row: pixels 0 or 1 (``binary``), or gray values in [0, 1]."""
+    """Images, one per row, with pixels 0 or 1 (``binary``), or gray values in [0, 1]."""
 
     name: str
     train: Tensor
@@ -92,7 +92,7 @@ class Data:
 
 def load(name: str, root: Path | None) -> Data:
     """
-    The images; binarized once, since chains need data that stay as they are.
+    Return the images. They are binarized once, because chains need fixed data.
 
     :param name: ``digits`` (of scikit-learn, 8x8), ``mnist``, or ``frey`` (28x20, gray).
     :param root: the folder with ``MNIST/raw/*.gz`` or ``frey/frey_rawface.mat``.
@@ -102,7 +102,7 @@ def load(name: str, root: Path | None) -> Data:
         train, test = (_read_mnist(_needed(root), kind) for kind in ("train", "t10k"))
     else:
         images = _read_frey(_needed(root)) if name == "frey" else _read_digits()
-        # The split does not depend on the seed: runs with different seeds compare.
+        # The split does not depend on the seed, so that runs with different seeds are comparable.
         images = images[torch.randperm(len(images), generator=generator)]
         train, test = images[: -len(images) // 6], images[-len(images) // 6 :]
     binary = name != "frey"
@@ -145,7 +145,7 @@ def _read_frey(root: Path) -> Tensor:
 
 @dataclass
 class Training:
-    """One objective on its way: yields at each of the sample counts in ``marks``."""
+    """Train with one objective. Yield at each of the sample counts in ``marks``."""
 
     name: str
     vae: VAE
@@ -156,10 +156,10 @@ class Training:
     seen: int = 0
 
     def run(self, marks: list[int]) -> Iterator[int]:
-        """Count the training samples that were evaluated, as the paper does: B per update."""
+        """Count training samples as in the paper: B per update."""
         pyro.clear_param_store()
         n, times = len(self.images), UPDATES.get(self.name, 1)
-        # The prior N(0, I) of the weights, beside a loss of the whole data set.
+        # The prior N(0, I) of the weights is added to the loss of the whole data set.
         options = {"lr": self.learning_rate, "weight_decay": 1.0}
         guide = self.vae.prior if self.name == "MCEM" else self.vae.guide
         svi = SVI(self.vae.model, guide, pyro.optim.Adagrad(options), loss=OBJECTIVES[self.name]())
@@ -180,7 +180,7 @@ class Training:
 
 
 def bound(vae: VAE, x: Tensor) -> tuple[float, float]:
-    """The mean lower bound per image, with its standard error over the images."""
+    """Return the mean lower bound per image, and its standard error over the images."""
     elbo = TraceSGVB_ELBO()
     result = torch.cat([elbo.bounds(vae.model, vae.guide, part).per_datum for part in x.split(500)])
     return result.mean().item(), result.std().item() / len(result) ** 0.5

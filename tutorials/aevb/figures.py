@@ -1,10 +1,10 @@
-"""Figures 2 and 3 of Kingma and Welling (2014): AEVB, wake-sleep and Monte Carlo EM compared.
+"""Reproduce figures 2 and 3 of Kingma and Welling (2014): AEVB, wake-sleep and Monte Carlo EM.
 
-``--figure bound``: the variational lower bound of training and test images over the number of
-training samples evaluated, for several dimensions of the latent space (figure 2). ``--figure
-marginal``: the marginal likelihood of few and many training images, for a latent space of 3
-dimensions (figure 3), by importance sampling around posterior draws, and beside it by the estimator
-of appendix D (see ``judges.py``). On scikit-learn's digits by default::
+``--figure bound`` plots the variational lower bound of training and test images over the number of
+training samples, for several dimensions of the latent space (figure 2). ``--figure marginal`` plots
+the marginal likelihood of few and many training images, for a latent space of 3 dimensions
+(figure 3). It is estimated by importance sampling around posterior draws, and by the estimator of
+appendix D (see ``estimators.py``). The default data are scikit-learn's digits::
 
     python tutorials/aevb/figures.py --figure bound
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --hidden 500
@@ -13,7 +13,7 @@ of appendix D (see ``judges.py``). On scikit-learn's digits by default::
         --num-train 1000 50000 --judged 100
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --full
 
-``--full`` is the paper's scale: its networks, dimensions and training samples; days on a CPU.
+``--full`` uses the networks, dimensions and training samples of the paper, and takes days on a CPU.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 import pyro
 import torch
 from common import LEARNING_RATES, OBJECTIVES, VAE, Data, Training, bound, load
-from judges import Verdict, marginal
+from estimators import Estimates, marginal
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 from torch import Tensor
@@ -40,7 +40,7 @@ FIGURES = {
     "bound": {"objectives": "Wake-Sleep,AEVB", "latent": [3, 10, 20], "hidden": 200},
     "marginal": {"objectives": "Wake-Sleep,MCEM,AEVB", "latent": [3], "hidden": 100},
 }
-# The paper's scale, by figure and data.
+# The settings of the paper, by figure and data.
 FULL = {
     ("bound", "mnist"): {"hidden": 500, "latent": [3, 5, 10, 20, 200], "samples": 100_000_000},
     ("bound", "frey"): {"hidden": 200, "latent": [2, 5, 10, 20], "samples": 100_000_000},
@@ -56,7 +56,7 @@ COLORS = {"Wake-Sleep": "C2", "MCEM": "C0", "AEVB": "C3"}
 
 @dataclass
 class Point:
-    """One line of the CSV: a mean over images, in nats per image."""
+    """A line of the CSV: a mean over images, in nats per image."""
 
     figure: str
     dataset: str
@@ -70,7 +70,7 @@ class Point:
     cpu_seconds: float  # of training
     commit: str
     machine: str
-    # As in Verdict.
+    # As in Estimates.
     value: float
     error: float
     monte_carlo_error: float
@@ -79,26 +79,26 @@ class Point:
 
 
 def marks(first: float, last: float, count: int) -> list[int]:
-    """Sample counts at which to judge, evenly spaced in their logarithm."""
+    """Return sample counts at which to evaluate, evenly spaced on a log scale."""
     powers = torch.linspace(0, 1, count, dtype=torch.float64)
     return [round(first * (last / first) ** float(p)) for p in powers]
 
 
-def judge(args: argparse.Namespace, vae: VAE, x: Tensor, name: str) -> Verdict:
+def estimate(args: argparse.Namespace, vae: VAE, x: Tensor, name: str) -> Estimates:
     if args.figure == "bound":
-        return Verdict(*bound(vae, x))
-    # Monte Carlo EM has no encoder to begin the chains of the estimate with.
+        return Estimates(*bound(vae, x))
+    # Monte Carlo EM has no encoder from which the chains of the estimate could start.
     guide = vae.prior if name == "MCEM" else vae.guide
     return marginal(vae, x, guide, args.draws, args.particles, args.warmup)
 
 
 def run(args: argparse.Namespace, data: Data) -> list[Point]:
-    """Train every objective in every setting, and judge it on the way."""
+    """Train every objective in every setting, and evaluate it during training."""
     points: list[Point] = []
     sizes = args.num_train or [len(data.train)]
     for size in sizes:
         train = data.train[:size]
-        judged = {"train": train[: args.judged], "test": data.test[: args.judged]}
+        evaluated = {"train": train[: args.judged], "test": data.test[: args.judged]}
         for latent in args.latent:
             for name in args.objectives:
                 pyro.set_rng_seed(args.seed)
@@ -111,26 +111,28 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
                     wanted = marks(args.first, args.samples, args.checkpoints)
                     for seen in training.run(wanted):
                         bar.update(seen - bar.n)
-                        for split, x in judged.items():
-                            result = judge(args, vae, x, name)
+                        for split, x in evaluated.items():
+                            result = estimate(args, vae, x, name)
                             setting = (args.figure, data.name, size, latent, args.hidden, name)
                             run = args.seed, training.cpu_seconds, args.commit, machine()
                             points.append(Point(*setting, seen, split, *run, *astuple(result)))
                         bar.set_postfix_str(f"test {points[-1].value:.1f}", refresh=False)
                 rows = [asdict(point) for point in points]
-                write(rows, args.out / f"{args.figure}_{data.name}.csv")  # may be interrupted
+                write(
+                    rows, args.out / f"{args.figure}_{data.name}.csv"
+                )  # the run may be interrupted
     return points
 
 
 def read(path: Path) -> list[Point]:
-    """A CSV of an earlier run, to draw it again."""
+    """Read the CSV of an earlier run, to plot it again."""
     kinds = Point.__annotations__
     with path.open() as file:
         return [Point(**{k: kinds[k](v) for k, v in row.items()}) for row in csv.DictReader(file)]
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """One panel per setting, with the paper's axes: the bound or the likelihood over samples."""
+    """Plot the bound or the likelihood over samples, with a panel for each setting."""
     bounds = points[0].figure == "bound"
     settings = list(dict.fromkeys((p.num_train, p.latent) for p in points))
     figure = Figure(figsize=(3.3 * len(settings) + 2.2, 3.6), layout="constrained")
@@ -151,7 +153,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
             axes.xaxis.set_minor_formatter(NullFormatter())
         else:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    # What comes first, an untrained model, would hide the rest.
+            # Leave out the untrained model, whose value is much lower than all others.
     late = sorted(p.value for p in points if p.samples > points[0].samples)
     low = late[len(late) // 20]
     margin = 0.05 * (late[-1] - low)
@@ -185,25 +187,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--latent", type=positive, nargs="+", metavar="N", help="dimensions of the latent space")
     add("--hidden", type=positive, help="units of the hidden layers")
     add("--num-train", type=positive, nargs="+", metavar="N", help="images; default: all")
-    add("--samples", type=positive, default=200_000, help="training samples evaluated by each")
-    add("--first", type=positive, default=10_000, help="samples before the first judgement")
-    add("--checkpoints", type=positive, default=10, help="judgements on the way")
+    add("--samples", type=positive, default=200_000, help="training samples of each objective")
+    add("--first", type=positive, default=10_000, help="samples before the first evaluation")
+    add("--checkpoints", type=positive, default=10, help="number of evaluations during training")
     add("--draws", type=positive, default=20, help="posterior draws of the marginal's guide")
     add("--particles", type=positive, default=1000, help="weights of the marginal's estimate")
     add("--warmup", type=positive, default=60, help="transitions before the draws of appendix D")
-    add("--judged", type=positive, default=1000, metavar="N", help="images, of each split")
+    add(
+        "--judged",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="number of evaluated images of each split",
+    )
     add("--batch-size", type=positive, default=100)
-    add("--learning-rate", type=float, help="of Adagrad; default: each objective's own")
+    add("--learning-rate", type=float, help="learning rate of Adagrad; default: one per objective")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("aevb"), metavar="DIR")
-    add("--redraw", action="store_true", help="draw the figure of an earlier run again")
-    add("--full", action="store_true", help="the paper's scale, on mnist or frey")
-    add("--smoke", action="store_true", help="few images and steps, to see that it runs")
+    add("--redraw", action="store_true", help="plot the CSV of an earlier run")
+    add("--full", action="store_true", help="settings of the paper, on mnist or frey")
+    add("--smoke", action="store_true", help="a trial run with few images and steps")
     args = parser.parse_args(argv)
     if args.full:
         if (setting := FULL.get((args.figure, args.dataset))) is None:
             known = ", ".join(f"--figure {f} --dataset {d}" for f, d in FULL)
-            parser.error(f"--full knows the paper's settings of {known}")
+            parser.error(f"--full has the settings of the paper only for {known}")
         vars(args).update(setting)
     defaults = FIGURES[args.figure]
     args.objectives = args.objectives or names(str(defaults["objectives"]))
@@ -221,10 +229,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> list[Point]:
     args = parse(argv)
-    torch.set_num_threads(1)  # CPU time compares on one thread only.
-    pyro.enable_validation(False)  # It costs a good part of a step of models this small.
+    torch.set_num_threads(1)  # CPU times are comparable only with one thread.
+    pyro.enable_validation(False)  # Validation takes a large part of a step of such small models.
     args.out.mkdir(parents=True, exist_ok=True)
-    args.commit = commit()  # Now: the files may change while a long run is on.
+    args.commit = (
+        commit()
+    )  # Read the commit at the start, because files may change during a long run.
     stem = args.out / f"{args.figure}_{args.dataset}"
     if args.redraw:
         points = read(stem.with_suffix(".csv"))

@@ -1,8 +1,8 @@
-"""Where K draws suffice, and where chains are needed: two posteriors, six objectives.
+"""Compare importance weights and chains: six objectives on two posteriors.
 
-A logistic regression with 31 coefficients, whose posterior ``AutoNormal`` nearly fits, and the log
-variances of 200 days, whose posterior is a narrow tube through 200 dimensions. The ELBO trains each
-guide first; then every objective trains a copy of it. Run it::
+``AutoNormal`` nearly fits the posterior of a logistic regression with 31 coefficients. The
+posterior of the log variances of 200 days has strong correlations in 200 dimensions. Each guide is
+trained with the ELBO first, and then a copy of it with every objective. Run it::
 
     python tutorials/annealing/draws_or_chains.py --out results
 """
@@ -41,7 +41,7 @@ LOGISTIC, VOLATILITY = "logistic regression, 31 coefficients", "log variances of
 
 
 def logistic() -> Model:
-    """scikit-learn's tumours: 569 of them, 30 measurements each, and an intercept."""
+    """Return scikit-learn's data of 569 tumours: 30 measurements each, and an intercept."""
     from sklearn.datasets import load_breast_cancer
 
     data = load_breast_cancer()
@@ -58,7 +58,7 @@ def logistic() -> Model:
 
 
 def simulated_returns() -> tuple[Tensor, Tensor]:
-    """The returns of 200 days, and the Cholesky factor of their log variances' prior."""
+    """Return simulated returns of 200 days, and the Cholesky factor of the prior."""
     days = torch.arange(200.0)
     covariance = 0.25**2 / (1 - 0.95**2) * 0.95 ** (days[:, None] - days).abs()
     factor = torch.linalg.cholesky(covariance)
@@ -85,7 +85,7 @@ def objectives() -> dict[str, Any]:
 
 
 def fit(model: Model, guide: AutoNormal, loss: Any, steps: int, name: str) -> dict[str, float]:
-    """Train the guide: the bound at the end, its error, and the CPU time of a step."""
+    """Train the guide. Return the last bound, its error, and the CPU time of a step."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.1 ** (1 / steps)})
@@ -94,7 +94,7 @@ def fit(model: Model, guide: AutoNormal, loss: Any, steps: int, name: str) -> di
     for _ in tqdm(range(steps), f"{name:>16}", leave=False):
         svi.step()
     spent = 1e3 * (time.process_time() - start) / steps
-    if isinstance(loss, torch.nn.Module):  # step sizes stay as they are from here on
+    if isinstance(loss, torch.nn.Module):  # step sizes are fixed from here on
         loss.eval()
     with torch.no_grad():
         bounds = torch.tensor([-svi.evaluate_loss() for _ in range(100)])
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
     parser.add_argument("--elbo-steps", type=int, default=1500, help="steps of the ELBO")
     parser.add_argument("--steps", type=int, default=400, help="further steps of each objective")
     parser.add_argument("--chains", type=int, default=100, help="of the evidence")
-    parser.add_argument("--seed", type=int, default=0, help="of the simulated data")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the simulated data")
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)
 
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
                 model, start, num_particles=args.chains, schedule=100, **whitened
             )
             exact, error = float(evidence.total), float(evidence.total_standard_error)
-            print(f"log evidence {exact:.1f} ± {error:.1f}, by chains in white coordinates")
+            print(f"log evidence {exact:.1f} ± {error:.1f}, from chains in white coordinates")
             for label, row in rows.items():
                 row["gap"] = exact - row["bound"]
                 results.add(posterior=name, objective=label, evidence=exact, **row)

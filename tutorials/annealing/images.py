@@ -1,4 +1,4 @@
-"""The images that the annealed bounds are compared on: of digits, or in colour."""
+"""Images of digits, or in color, for the comparison of annealed bounds."""
 
 import gzip
 import zipfile
@@ -14,10 +14,10 @@ from torch import Tensor
 @dataclass
 class Task:
     """
-    Images, one per row, and what their pixels are.
+    Images, one per row, and the kind of their pixels.
 
-    Binary ones are gray for training, binarized anew in each step, and binarized once for testing;
-    those in colour stay as they are, in [0, 1].
+    Gray images are binarized in each training step, and once for testing. Color images have values
+    in [0, 1].
     """
 
     name: str
@@ -38,7 +38,7 @@ def load(path: Path | None, limit: int | None, test_images: int) -> Task:
     """
     :param path: None for the digits of scikit-learn; the folder of MNIST; or an ``.npz`` file with
         ``train_images`` and ``test_images``, uint8 of shape ``[images, channels, size, size]``.
-    :param limit: train on so many images.
+    :param limit: the number of training images.
     """
     if path is not None and path.suffix == ".npz":
         return _colour(path, limit, test_images)
@@ -53,10 +53,10 @@ def _colour(path: Path, limit: int | None, test_images: int) -> Task:
         with np.load(path) as file:
             images = [torch.from_numpy(file[f"{kind}_images"]) for kind in ("train", "test")]
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise SystemExit(f"{path} must hold train_images and test_images: {error}") from error
+        raise SystemExit(f"{path} must contain train_images and test_images: {error}") from error
     channels, size = images[0].shape[1:3]
     train, test = (x.flatten(1) for x in images)
-    # Bytes until a step needs them: 4 times less memory.
+    # Stored as bytes until a step needs them, which takes a quarter of the memory.
     return Task(path.stem, train[:limit], test[:test_images].float() / 255, channels, size, False)
 
 
@@ -64,13 +64,13 @@ def _digits() -> tuple[Tensor, Tensor]:
     from sklearn import datasets
 
     images = torch.tensor(datasets.load_digits().data, dtype=torch.float) / 16
-    # The split does not depend on the seed: runs with different seeds compare.
+    # The split does not depend on the seed, so that runs with different seeds are comparable.
     images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
     return images[:1500], images[1500:]
 
 
 def _mnist(root: Path) -> tuple[Tensor, Tensor]:
-    """Gray values in [0, 1], one image per row; torchvision downloads what is missing."""
+    """Return gray values in [0, 1], one image per row. torchvision downloads missing files."""
     result = []
     for kind in ("train", "t10k"):
         path = root / "MNIST" / "raw" / f"{kind}-images-idx3-ubyte.gz"

@@ -1,13 +1,13 @@
-"""Annealed chains on images of digits: plain, importance weighted and annealed bounds, compared.
+"""Compare plain, importance weighted and annealed bounds on images of digits.
 
-One VAE of binary pixels is trained with each objective, and all are judged by the same estimates
-of the test images' negative log-likelihood (NLL, nats per image; lower is better): a long
-annealed chain, and the importance weighted bound with 500 draws. Two questions:
+A VAE of binary pixels is trained with each objective. All are evaluated with the same estimates of
+the negative log-likelihood of the test images (NLL, nats per image; lower is better): a long
+annealed chain, and the importance weighted bound with 500 draws. The script answers two questions:
 
-1. which objective learns most, with equal epochs (``--epochs``) or equal CPU time (``--seconds``)?
-2. which one improves a model most that the plain ELBO has already trained (``--pretrain``)?
+1. Which objective is the best at equal epochs (``--epochs``) or equal CPU time (``--seconds``)?
+2. Which objective improves a model most after training with the ELBO (``--pretrain``)?
 
-Run it on the digits that come with scikit-learn, on MNIST, or on images in colour::
+Run it on the digits of scikit-learn, on MNIST, or on color images::
 
     python tutorials/annealing/mnist.py
     python tutorials/annealing/mnist.py --data-root data --epochs 4
@@ -16,16 +16,17 @@ Run it on the digits that come with scikit-learn, on MNIST, or on images in colo
     python tutorials/annealing/mnist.py --data-root data --full
     python tutorials/annealing/mnist.py --data-root cifar10.npz --full
 
-The last two are Tables 1 and 3 of Thin et al. (2021): convolutional networks, 64 latents (128 for
-images in colour, whose pixels are normal with a deviation of 1), 100 epochs, five seeds, all test
-images; days on a CPU, hours with ``--epochs 3 --seeds 0 --test-images 1000``. The one before is
-Table 1 with one hidden layer of 400 units: hours. The file has ``train_images`` and
-``test_images``, bytes of shape [images, 3, size, size], such as
-``torchvision.datasets.CIFAR10(...).data.transpose(0, 3, 1, 2)``; of CelebA, at 64x64 pixels, it
-makes Table 2.
-A run that was stopped goes on when the same command is given again: what is finished is kept, and
-the rest continues from its last epoch. ``--compiled`` records each step once and compiles it.
-Times are CPU times of this process, on one thread: they mean the same on a busy machine.
+The last two commands reproduce Tables 1 and 3 of Thin et al. (2021): convolutional networks, 64
+latents (128 for color images, whose pixels are normal with a deviation of 1), 100 epochs, five
+seeds, all test images. They take days on a CPU, and hours with ``--epochs 3 --seeds 0
+--test-images 1000``. ``--dense`` is Table 1 with one hidden layer of 400 units, and takes hours.
+The file has ``train_images`` and ``test_images``, bytes of shape [images, 3, size, size], such as
+``torchvision.datasets.CIFAR10(...).data.transpose(0, 3, 1, 2)``. With CelebA at 64x64 pixels it
+reproduces Table 2.
+
+If a run was interrupted, the same command continues it from the last epoch. ``--compiled`` records
+each step once and compiles it. Times are CPU times of this process on one thread, so they are
+comparable on a busy machine.
 """
 
 import argparse
@@ -75,18 +76,18 @@ def longer_steps() -> UnderdampedLangevin:
     return UnderdampedLangevin(AdaptiveStepSize(target_acceptance=0.8))
 
 
-# What is compared: recipes for the loss that `pyro.infer.SVI` gets. Step sizes adapt by default.
+# The losses to compare. Step sizes adapt by default.
 OBJECTIVES: dict[str, Callable[[], Any]] = {
     "ELBO": lambda: TraceSGVB_ELBO(),
     "IWAE-5": lambda: TraceIWAE_ELBO(5),
     "IWAE-10": lambda: TraceIWAE_ELBO(10),
     "IWAE-50": lambda: TraceIWAE_ELBO(50),
-    # The gradient as Burda et al. (2016) write it; the default is doubly reparameterized.
+    # The gradient of Burda et al. (2016). The default is doubly reparameterized.
     "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, gradient_estimator="reparam"),
     "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam"),
     "SIS-5-ULA": lambda: TraceSIS_ELBO(5, ULA()),
     "SIS-10-ULA": lambda: TraceSIS_ELBO(10, ULA()),
-    # In the paper's coordinates; elsewhere chains move the encoder's noise.
+    # In the coordinates of the paper. Other chains move the noise of the encoder.
     "SIS-5-ULA-latent": lambda: TraceSIS_ELBO(5, ULA(), coordinates="latent"),
     "SIS-10-ULA-latent": lambda: TraceSIS_ELBO(10, ULA(), coordinates="latent"),
     "SIS-5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin()),
@@ -100,7 +101,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "SIS-5-default": lambda: TraceSIS_ELBO(5),
     "SIS-10-default": lambda: TraceSIS_ELBO(10),
     "AIS-5-default": lambda: TraceAIS_ELBO(5),
-    # Ways to make the full gradient of SIS-5 quieter or tighter.
+    # Variants of SIS-5 with a less noisy gradient or a tighter bound.
     "SIS-5-multi-2": lambda: TraceSIS_ELBO(
         5, UnderdampedLangevin(), num_particles=2, multi_sample=True
     ),
@@ -108,10 +109,10 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
         5, UnderdampedLangevin(), num_particles=3, multi_sample=True
     ),
     "SIS-5-momentum-0.5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin(momentum=0.5)),
-    # Longer steps than by default: tighter on a trained model, worse on one that has to begin.
+    # Longer steps than the default: tighter for a trained model, worse at the start of training.
     "SIS-5-target-0.8": lambda: TraceSIS_ELBO(5, longer_steps()),
     "SIS-10-target-0.8": lambda: TraceSIS_ELBO(10, longer_steps()),
-    # A step size that follows the bound's own gradient, with no acceptance to aim at.
+    # A step size that is trained with the gradient of the bound, without a target acceptance.
     "SIS-5-learned": lambda: TraceSIS_ELBO(5, UnderdampedLangevin(LearnedStepSize(0.01))),
     "SIS-10-learned": lambda: TraceSIS_ELBO(10, UnderdampedLangevin(LearnedStepSize(0.01))),
     "SIS-5-reweighted-target-0.8": lambda: TraceSIS_ELBO(
@@ -126,8 +127,10 @@ AFTER_PRETRAINING = "ELBO,IWAE-5,IWAE-10,SIS-5,SIS-5-reweighted,SIS-5-ULA"
 
 class VAE(nn.Module):
     """
-    model: z ~ Normal(0, I), x | z ~ Bernoulli(decoder(z)), or Normal(decoder(z), I) of images in
-    colour; guide: z | x ~ Normal(encoder(x)).
+    A VAE of binary or color images.
+
+    model: z ~ Normal(0, I), x | z ~ Bernoulli(decoder(z)), or Normal(decoder(z), I) for color
+    images; guide: z | x ~ Normal(encoder(x)).
     """
 
     def __init__(self, task: Task, num_hidden: int | None, num_latents: int) -> None:
@@ -167,18 +170,18 @@ class VAE(nn.Module):
 
 @dataclass
 class Result:
-    """One line of the CSV; values in nats per image, times in CPU seconds."""
+    """A line of the CSV, with values in nats per image and times in CPU seconds."""
 
     objective: str
     seed: int
     pretrained_epochs: float
     epochs: float
     cpu_seconds: float
-    bound: float  # the objective's own, over the last tenth of the steps
+    bound: float  # the bound of the objective over the last tenth of the steps
     nll_chain: float
     nll_chain_error: float  # standard error over the test images
     nll_iwae: float
-    nll_paper: float  # by the short chain that the paper judges with
+    nll_paper: float  # by the short chain with which the paper evaluates
     step_size: float | None
     acceptance: float | None
     commit: str
@@ -189,14 +192,14 @@ class Result:
 
 @dataclass
 class Limits:
-    """When training stops."""
+    """The end of training, in epochs and CPU seconds."""
 
     epochs: float
     seconds: float = float("inf")
 
 
 def quiet() -> float:
-    """Seconds between two updates of a progress bar; a log file needs fewer than a terminal."""
+    """Return the seconds between updates of a progress bar: more for a log file."""
     return 30 if "CI" in os.environ or not sys.stderr.isatty() else 0.5
 
 
@@ -204,11 +207,11 @@ def train(
     name: str, vae: VAE, task: Task, args: argparse.Namespace, limits: Limits, path: Path
 ) -> tuple[list[float], list[tuple[float, float]], Any]:
     """
-    Train until so many epochs or CPU seconds have passed, whichever comes first.
+    Train until the limit of epochs or CPU seconds is reached.
 
-    Returns the bounds, a few test NLLs on the way with the CPU time before them, and the loss.
+    Return the bounds, a few test NLLs during training with their CPU times, and the loss.
 
-    :param path: of the checkpoint, which each epoch replaces, and with which a second call begins.
+    :param path: the checkpoint. Each epoch replaces it, and a second call starts from it.
     """
     pyro.clear_param_store()
     loss = OBJECTIVES[name]()
@@ -223,7 +226,7 @@ def train(
         save_checkpoint(path, {"svi": svi}, bounds=bounds, curve=curve, spent=spent)
 
     def look() -> tuple[float, float]:
-        # A thousand images tell where a curve goes.
+        # A thousand images are enough for the curves.
         return spent, -held_out(vae, task.test[:1000], TraceIWAE_ELBO(50)).mean().item()
 
     per_epoch = -(-len(task.train) // args.batch_size)
@@ -242,21 +245,21 @@ def train(
             progress.set_postfix_str(f"{bounds[-1]:.1f}", refresh=False)
             if len(bounds) % per_epoch == 0:
                 save()
-    save()  # Also within an epoch: what the judges keep is of this model.
+    save()  # Also save within an epoch, because the stored evaluations are of this model.
     curve.append(look())
     return bounds, curve, loss
 
 
-# --- Judging --------------------------------------------------------------------------------------
+# --- Evaluation -----------------------------------------------------------------------------------
 
 
-def judges() -> dict[str, TraceSIS_ELBO | TraceIWAE_ELBO | TraceAIS_ELBO]:
+def estimators() -> dict[str, TraceSIS_ELBO | TraceIWAE_ELBO | TraceAIS_ELBO]:
     """
-    What every model is judged by, whatever has trained it; all estimate log p(x) from below.
+    Return the estimators for all models. Each estimates log p(x) from below.
 
-    The last one is the paper's: five annealing steps of HMC, ten chains in the logarithm.
+    The last estimator is that of the paper: five annealing steps of HMC, ten chains in the log.
     """
-    # The step is small enough for guides of all objectives, and fixed: nothing is tuned to one.
+    # The step size is fixed, and small enough for the guides of all objectives.
     kernel = UnderdampedLangevin(0.4, momentum=0.9)
     return {
         "chain": TraceSIS_ELBO(40, kernel, num_particles=10, multi_sample=True),
@@ -266,28 +269,30 @@ def judges() -> dict[str, TraceSIS_ELBO | TraceIWAE_ELBO | TraceAIS_ELBO]:
 
 
 @torch.no_grad()
-def held_out(vae: VAE, x: Tensor, judge: Any, progress: str | None = None) -> Tensor:
-    """The judge's estimate of log p(x) for each image."""
-    # So many images at once that their decoded copies stay near the processor.
-    chunks = x.split(max(1, min(20, 1000 // judge.num_particles)))
+def held_out(vae: VAE, x: Tensor, estimator: Any, progress: str | None = None) -> Tensor:
+    """Return the estimate of log p(x) for each image."""
+    # The decoded copies of a chunk of images fit into the cache of the processor.
+    chunks = x.split(max(1, min(20, 1000 // estimator.num_particles)))
     with tqdm(chunks, progress, disable=progress is None, mininterval=quiet()) as shown:
-        return torch.cat([judge.bounds(vae.model, vae.guide, chunk).per_datum for chunk in shown])
+        return torch.cat(
+            [estimator.bounds(vae.model, vae.guide, chunk).per_datum for chunk in shown]
+        )
 
 
-def judged(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
-    """The NLL of each image by each judge; what is finished is read, for it can take an hour."""
+def evaluations(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
+    """Return the NLL of each image by each estimator. Read finished estimates from files."""
     result = []
-    for name, judge in judges().items():
+    for name, estimator in estimators().items():
         kept = path.with_suffix(f".{name}.pt")
         if not kept.exists():
-            pyro.set_rng_seed(0)  # The judges' noise is the same for all.
-            torch.save(-held_out(vae, x, judge, f"{path.stem}, {name}"), kept)
+            pyro.set_rng_seed(0)  # The noise of the estimators is the same for all models.
+            torch.save(-held_out(vae, x, estimator, f"{path.stem}, {name}"), kept)
         result.append(torch.load(kept, weights_only=True))
     return result
 
 
 def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) -> Result:
-    """Train this VAE further with the objective, and judge it; what is finished is read."""
+    """Train the VAE with the objective, and evaluate it. Read finished parts from files."""
     path = args.out / f"{name}-{seed}.json"
     if path.exists():
         return Result(**json.loads(path.read_text()))
@@ -295,7 +300,7 @@ def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) ->
     limits = Limits(args.epochs, args.seconds)
     bounds, curve, loss = train(name, vae, task, args, limits, path.with_suffix(".pt"))
     record = getattr(loss, "last_step", None)
-    chain, iwae, paper = judged(vae, task.test, path)
+    chain, iwae, paper = evaluations(vae, task.test, path)
     result = Result(
         name,
         seed,
@@ -323,9 +328,8 @@ def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) ->
 
 def table(results: Sequence[Result]) -> str:
     """
-    Markdown: one row per objective, one column per seed, and the gain over the first row.
-
-    The gain's standard error is that of a mean of differences, image by image.
+    Return a Markdown table with a row per objective, a column per seed, and the gain over the first
+    row. The standard error of the gain is that of the mean of differences per image.
     """
     seeds = list(dict.fromkeys(r.seed for r in results))
     head = [
@@ -361,7 +365,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Left: the NLL of each seed. Right: the NLL on the way, over CPU time (first seed)."""
+    """Plot the NLL of each seed (left), and the NLL over CPU time for the first seed (right)."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(r.objective for r in results))
@@ -375,11 +379,13 @@ def draw(results: Sequence[Result], path: Path) -> None:
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     left.set(title="Test NLL after training (dots: seeds, bar: mean)", xlabel="nats per image")
-    # The first value is that of an untrained model, or the same for all: it would hide the rest.
+    # Leave out the first value, which is of an untrained model, or the same for all.
     shown = [value for r in results for _, value in r.curve[1:]]
     margin = 0.05 * (max(shown) - min(shown)) + 1e-3
     right.set_ylim(min(shown) - margin, max(shown) + margin)
-    right.set(title="Test NLL on the way (IWAE-50)", xlabel="CPU seconds", ylabel="nats per image")
+    right.set(
+        title="Test NLL during training (IWAE-50)", xlabel="CPU seconds", ylabel="nats per image"
+    )
     right.legend(fontsize="small")
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -410,25 +416,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--data-root",
         type=Path,
         metavar="DIR",
-        help="where MNIST is, or is downloaded to, or an .npz of images; default: digits",
+        help="folder with MNIST, or to download it to, or an .npz of images; default: digits",
     )
     add("--objectives", type=names, metavar="A,B", help=f"some of {', '.join(OBJECTIVES)}")
-    add("--epochs", type=positive, help="of each objective; default: 20 if --seconds is not given")
-    add("--seconds", type=positive, help="CPU seconds of each objective, evaluation not counted")
-    add("--pretrain", type=positive, default=0, metavar="EPOCHS", help="with the ELBO, before")
+    add("--epochs", type=positive, help="epochs of each objective; default: 20 without --seconds")
+    add("--seconds", type=positive, help="CPU seconds of each objective, without evaluation")
+    add(
+        "--pretrain", type=positive, default=0, metavar="EPOCHS", help="epochs with the ELBO before"
+    )
     add("--seeds", type=lambda text: [int(s) for s in text.split(",")], metavar="0,1")
     add("--hidden", type=int, default=200)
     add("--latent", type=int, default=20)
-    add("--batch-size", type=int, help="default: 100; 50 for images in colour")
+    add("--batch-size", type=int, help="default: 100; 50 for color images")
     add("--learning-rate", type=positive, default=2e-3)
     add("--limit", type=int, metavar="N", help="train on the first N images; default: all")
     add("--test-images", type=int, metavar="N", help="default: 1000; all with --full, --dense")
-    add("--checkpoints", type=int, default=5, help="test NLLs on the way")
+    add("--checkpoints", type=int, default=5, help="number of test NLLs during training")
     add("--out", type=Path, default=Path("mnist_annealing"), metavar="DIR")
     add("--compiled", action="store_true", help="record each step once, and compile it")
-    add("--dense", action="store_true", help="the paper's settings, but one hidden layer of 400")
-    add("--full", action="store_true", help="the paper's networks, epochs and seeds")
-    add("--smoke", action="store_true", help="few images and steps, to see that it runs")
+    add("--dense", action="store_true", help="settings of the paper, but one hidden layer of 400")
+    add("--full", action="store_true", help="networks, epochs and seeds of the paper")
+    add("--smoke", action="store_true", help="a trial run with few images and steps")
     args = parser.parse_args(argv)
     colour = args.data_root is not None and args.data_root.suffix == ".npz"
     args.batch_size = args.batch_size or (50 if colour else 100)
@@ -456,10 +464,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parse(argv)
-    torch.set_num_threads(1)  # CPU time compares on one thread only.
-    pyro.enable_validation(False)  # It costs a good part of a step of models this small.
+    torch.set_num_threads(1)  # CPU times are comparable only with one thread.
+    pyro.enable_validation(False)  # Validation takes a large part of a step of such small models.
     same_settings(args, may_differ=("objectives", "seeds"))
-    args.commit = commit()  # Now: the files may change while a long run is on.
+    args.commit = (
+        commit()
+    )  # Read the commit at the start, because files may change during a long run.
     task = load(args.data_root, args.limit, args.test_images)
     results: list[Result] = []
     for seed in args.seeds:
@@ -469,7 +479,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
             train("ELBO", start, task, args, Limits(args.pretrain), args.out / f"start-{seed}.pt")
         for name in args.objectives:
             results.append(run(name, copy.deepcopy(start), task, args, seed))
-            # At once: a long run may be interrupted.
+            # Write now, because a long run may be interrupted.
             long = {"curve", "each"}
             rows = [{k: v for k, v in asdict(r).items() if k not in long} for r in results]
             write(rows, args.out / "results.csv")
@@ -483,7 +493,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
 
 
 if __name__ == "__main__":
-    # GELU's derivatives underflow far from zero, and Intel's processors are slow at such numbers.
-    # Of this process only: who imports the script keeps them.
+    # Derivatives of GELU far from zero are denormal numbers, which are slow on Intel processors.
+    # The setting affects only this process, not programs that import the script.
     torch.set_flush_denormal(True)
     main()

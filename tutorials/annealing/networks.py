@@ -1,4 +1,4 @@
-"""Convolutional networks for square images, those of Thin et al. (2021)."""
+"""Convolutional networks of Thin et al. (2021) for square images."""
 
 import torch
 from torch import Tensor, nn
@@ -6,19 +6,19 @@ from torch.nn.functional import gelu, pad
 
 
 class Conv(nn.Conv2d):
-    """A convolution with the channels last in memory, which takes three quarters of the time."""
+    """A convolution with channels-last memory format, which takes three quarters of the time."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # In each call: of parameters that lie so Pyro trains a copy, which no module reads.
+        # Convert in each call. If parameters had this format, Pyro would train a copy of them.
         weight = self.weight.contiguous(memory_format=torch.channels_last)
         return self._conv_forward(x, weight, self.bias)
 
 
 class Block(nn.Module):
     """
-    A change of size, then two 3x3 convolutions with GELU.
+    Resize the image and apply two 3x3 convolutions with GELU.
 
-    The resized image is added to what they make, unless they have fewer channels.
+    The resized image is added to the output, unless the output has fewer channels.
     """
 
     def __init__(self, resize: nn.Module, channels: int, middle: int, new_channels: int) -> None:
@@ -33,7 +33,7 @@ class Block(nn.Module):
         result = gelu(self.second(gelu(self.first(x))))
         if self.extra < 0:
             return result
-        # Padding by nothing copies.
+        # Padding by zero entries would copy.
         return result + (pad(x, (0, 0, 0, 0, 0, self.extra)) if self.extra else x)
 
 
@@ -41,12 +41,13 @@ def convolutional(
     num_latents: int, channels: int = 1, size: int = 28
 ) -> tuple[nn.Module, nn.Module]:
     """
-    Encoder and decoder of square images, whose rows hold one channel after the other.
+    Return the encoder and the decoder of square images. Rows have one channel after the other.
 
-    Eight convolutional layers and a linear one to the parameters of a normal distribution; a linear
-    layer, nearest-neighbour upsampling and seven convolutions back to logits or means. Sizes, of
-    MNIST: 28, 14, 7, 3, and back 3, 6, 12, 28; 219,504 and 74,441 weights, as published.
-    Convolutions know one leading dim: several particles are run under ``vmap``.
+    The encoder has eight convolutional layers and a linear layer for the parameters of a normal
+    distribution. The decoder has a linear layer, nearest-neighbor upsampling and seven convolutions
+    for logits or means. Sizes for MNIST are 28, 14, 7, 3, and back 3, 6, 12, 28, with 219,504 and
+    74,441 weights, as published. Convolutions accept one leading dim, so several particles run
+    under ``vmap``.
     """
     least = size // 8
     encoder = nn.Sequential(

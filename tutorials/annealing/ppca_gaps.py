@@ -1,9 +1,9 @@
-"""How tight are the bounds? Gaps to the exact evidence of probabilistic PCA.
+"""Measure the gaps of bounds to the exact evidence of probabilistic PCA.
 
 The model is linear, :math:`z \\sim N(0, I_{100})`, :math:`x \\sim N(\\theta_0 + \\theta_1 z, 0.1^2
-I_{784})` with the weights that ``torch.nn.Linear`` starts with, so that log p(x) is known; the
-guide is the best one with independent coordinates. Nothing is trained: each bound is evaluated at
-the step size of a small grid at which it is tightest. Run it::
+I_{784})` with the initial weights of ``torch.nn.Linear``, so that log p(x) is known. The guide is
+the best one with independent coordinates. Nothing is trained. Each bound is evaluated at several
+step sizes, and the tightest value is used. Run it::
 
     python tutorials/annealing/ppca_gaps.py --out results
 """
@@ -35,7 +35,7 @@ from results import Results
 
 
 class PCA:
-    """Model and guide, and the exact evidence of ``count`` data drawn from the model."""
+    """Return model and guide, and the exact evidence of ``count`` data drawn from the model."""
 
     def __init__(self, p: int, d: int, count: int, sigma: float = 0.1) -> None:
         linear = torch.nn.Linear(d, p).requires_grad_(False)
@@ -60,14 +60,14 @@ class PCA:
             pyro.sample("z", dist.Normal(self.loc, self.scale).to_event(1))
 
     def gaps(self, elbo: Any, repeats: int) -> torch.Tensor:
-        """Bound minus log evidence per datum, once per evaluation."""
+        """Return bound minus log evidence per datum, for each evaluation."""
         losses = [elbo.loss(self.model, self.guide) for _ in range(repeats)]
         return -torch.tensor(losses) / len(self.x) - self.log_evidence
 
 
 @dataclass(frozen=True)
 class Row:
-    """A bound as a function of its step size, and what the project's notes found before."""
+    """A bound as a function of its step size, and the gap in an earlier experiment."""
 
     make: Callable[[float], Any]
     steps: Sequence[float] = (0.0,)
@@ -88,7 +88,7 @@ LEAPFROG = (0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def rows(known: bool = True) -> dict[str, Row]:
-    """The bounds; ``known``: at the size of the earlier experiment."""
+    """Return the bounds. ``known`` selects the size of the earlier experiment."""
     iwae = {5: -1.62, 10: -1.21, 50: -0.58}
     result = {"ELBO": Row(lambda _: TraceSGVB_ELBO(analytic_kl=False), published=-3.3)}
     for k, value in iwae.items():
@@ -146,9 +146,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--p", type=int, default=784)
     parser.add_argument("--d", type=int, default=100)
-    parser.add_argument("--data", type=int, default=500, help="how many are drawn")
+    parser.add_argument("--data", type=int, default=500, help="number of data")
     parser.add_argument("--search", type=int, default=1, help="evaluations per step size")
-    parser.add_argument("--repeats", type=int, default=10, help="evaluations at the best one")
+    parser.add_argument("--repeats", type=int, default=10, help="evaluations at the best step size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""The toy posterior of the Monte Carlo VAE paper: a ring, which no Gaussian guide can be.
+"""Train Gaussian guides for a posterior with the shape of a ring (Thin et al. 2021, figure 1).
 
 :math:`x \\sim N(\\xi (|z|^2 + \\zeta), \\sigma^2)` with :math:`z \\sim N(0, I)` in two dimensions.
-One guide is trained with each objective; the figure shows its draws, and what importance
-resampling or the chain makes of them, beside the true posterior on a grid. Run it::
+A guide is trained with each objective. The figure has draws of the guide, draws that are resampled
+by their weights or moved by the chain, and the true posterior on a grid. Run it::
 
     python tutorials/annealing/ring.py --out results
 """
@@ -59,7 +59,7 @@ def normal_guide(x: Tensor) -> None:
 
 
 class FlowGuide:
-    """Spline coupling layers, as Pyro has them."""
+    """A guide with Pyro's spline coupling layers."""
 
     def __init__(self) -> None:
         import pyro.distributions.transforms as T
@@ -86,11 +86,11 @@ class Method:
     draws: Tensor | None = None
     refined: Tensor | None = None
     bound: float = math.nan
-    error: float = math.nan  # the bound's standard error
+    error: float = math.nan  # standard error of the bound
 
 
 def methods() -> list[Method]:
-    # Log density falls as |z|^4: at the default target, long steps throw some chains far away.
+    # The log density decreases like |z|^4, so some chains diverge at the default target.
     step_size = AdaptiveStepSize(target_acceptance=0.95)
     underdamped = UnderdampedLangevin(step_size, momentum=0.5)
     return [
@@ -114,7 +114,7 @@ def train(method: Method, x: Tensor, steps: int) -> None:
 
 
 def sample(method: Method, x: Tensor, count: int) -> None:
-    """Draws of the guide, and those that the objective's own refinement makes of them."""
+    """Store draws of the guide, and draws refined by the weights or chains of the objective."""
 
     def draws(**options: Any) -> Tensor:
         result = refine(model, method.guide, x, num_samples=count, **options)
@@ -124,7 +124,7 @@ def sample(method: Method, x: Tensor, count: int) -> None:
     if isinstance(method.elbo, TraceIWAE_ELBO):
         method.refined = draws(num_particles=10)
     elif hasattr(method.elbo, "kernel"):
-        # The end of an unadjusted chain has a weight; that of an adjusted one needs it less.
+        # Resample the last positions of unadjusted chains by their weights.
         candidates = 1 if method.elbo.kernel.adjusted else 10
         chain = {"schedule": method.elbo.schedule, "kernel": method.elbo.kernel, "warmup": 0}
         method.refined = draws(num_particles=candidates, **chain)
@@ -182,7 +182,7 @@ def log_evidence() -> float:
 
 
 def ring_distance(z: Tensor) -> float:
-    """Kolmogorov distance between angles and the uniform law: 0 for a whole ring."""
+    """Return the Kolmogorov distance of angles from the uniform law: 0 for a complete ring."""
     angle = (torch.atan2(z[:, 1], z[:, 0]) / (2 * math.pi) + 0.5).sort().values
     return float((angle - torch.linspace(0, 1, len(angle))).abs().max())
 
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> list[Method]:
                 angle_refined=refined,
             )
             print(
-                f"{method.name:18} bound {method.bound:7.3f}, angles off by {distance:.2f}, "
+                f"{method.name:18} bound {method.bound:7.3f}, error of the angles {distance:.2f}, "
                 f"refined {refined:.2f}"
             )
     draw(result, args.out / "ring.png")

@@ -1,7 +1,7 @@
-"""Chains through ReLU: its second derivative is zero, and the gradient of the bound is biased.
+"""Measure the bias of the gradient of chains through ReLU, whose second derivative is zero.
 
-The gradient of a guide's location and scale under SIS and AIS, beside finite differences of the
-bound with the same random numbers, for a decoder with ReLU and one with a softplus. Run it::
+The script compares the gradient for a guide's location and scale under SIS and AIS with finite
+differences of the bound with the same random numbers, for decoders with ReLU and softplus. Run it::
 
     python tutorials/annealing/smooth_activations.py
 """
@@ -45,7 +45,7 @@ def make_model(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]
 
 
 def bound(loss: Any, model: Any, x: Tensor, parameter: str, change: float, seed: int) -> float:
-    """The loss of a datum with another value of a parameter."""
+    """Return the loss of a datum with another value of a parameter."""
     pyro.set_rng_seed(seed)
     value = pyro.param(parameter).unconstrained()
     with torch.no_grad():

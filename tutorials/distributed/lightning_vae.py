@@ -1,4 +1,4 @@
-"""A Lightning module around any objective of this package, on one process or on several.
+"""Train any objective of this package in a Lightning module, on one or several processes.
 
 pip install lightning
 python tutorials/distributed/lightning_vae.py --devices 2 --accelerator cpu
@@ -16,7 +16,7 @@ from pyro_mcvae import RankBatches, TraceSIS_ELBO
 
 
 class VAE(nn.Module):
-    """Model and guide of binary images; the data plate is told which data a minibatch holds."""
+    """A model and guide of binary images. The data plate gets the indices of the minibatch."""
 
     def __init__(self, num_data: int, pixels: int = 64, latent: int = 8, hidden: int = 100) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class VAE(nn.Module):
 
 
 class Training(lightning.LightningModule):
-    """Everything that is trained is an attribute: the networks, and the objective's own parts."""
+    """A module whose attributes are the networks and the objective with its parameters."""
 
     def __init__(self, vae: VAE, objective: nn.Module, data: Tensor, batch_size: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Training(lightning.LightningModule):
         return loss
 
     def train_dataloader(self) -> RankBatches:
-        # Each rank's own indices, which never meet another rank's: no sampler is to be added.
+        # Ranks have disjoint indices, so Lightning must not add a sampler.
         self.batches = RankBatches(self.vae.num_data, self.batch_size)
         return self.batches
 
@@ -82,7 +82,7 @@ def train(devices: int, accelerator: str, epochs: int, num_data: int = 1797) -> 
         logger=False,
         enable_progress_bar=False,
     )
-    # Ranks draw other noise: Lightning has seeded all of them alike.
+    # Lightning gives all ranks the same seed. They need different noise.
     torch.manual_seed(trainer.global_rank)
     trainer.fit(training)
     return trainer

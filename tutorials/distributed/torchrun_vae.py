@@ -1,8 +1,8 @@
-"""DistributedDataParallel over ``elbo(model, guide)``, with checkpoints.
+"""Train a VAE with DistributedDataParallel over ``elbo(model, guide)``, with checkpoints.
 
     torchrun --standalone --nproc_per_node 2 tutorials/distributed/torchrun_vae.py --epochs 5
 
-Kill it and run it again with the same --checkpoint, on as many processes as you like: it goes on.
+If you interrupt it, run it again with the same --checkpoint, on any number of processes.
 """
 
 import argparse
@@ -26,8 +26,8 @@ class Model(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 64))
 
     def forward(self, x: Tensor, index: Tensor) -> None:
-        # The plate knows all data and the minibatch: each rank's scale is N / B of its own B, and
-        # the mean over ranks is the gradient of the minibatches' union.
+        # The plate has the number of all data and the indices of the minibatch. Each rank has the
+        # scale N / B of its B, and the mean over ranks is the gradient of all minibatches together.
         with pyro.plate("data", self.num_data, subsample=index):
             z = pyro.sample("z", dist.Normal(x.new_zeros(8), x.new_ones(8)).to_event(1))
             pyro.sample("x", dist.Bernoulli(logits=self.decoder(z)).to_event(1), obs=x)
@@ -54,7 +54,7 @@ def main() -> None:
     distributed.init_process_group("nccl" if on_gpu else "gloo")
     rank = distributed.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else "cpu"
-    pyro.set_rng_seed(rank)  # other noise on every rank
+    pyro.set_rng_seed(rank)  # different noise on every rank
 
     x = (torch.as_tensor(load_digits().images, dtype=torch.float32).flatten(1) > 7).float()
     x = x.to(device)

@@ -33,7 +33,7 @@ class Guide(nn.Module):
         self.eta = nn.Parameter(torch.tensor(eta))
 
     def forward(self) -> None:
-        # The mask leaves out the entropy, so that the loss is E[f].
+        # The mask removes the entropy, so that the loss is E[f].
         pyro.sample("z", dist.Bernoulli(logits=self.eta.expand(3)).to_event(1).mask(False))
 
     def exact(self) -> float:

@@ -1,4 +1,4 @@
-"""What the experiments share: MNIST, results, tables and figures."""
+"""Functions that all experiments use: MNIST, results, tables and figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Results", "draw_curves", "read_mnist", "same_settings", "write_table
 
 
 def read_mnist(root: str, train: bool) -> tuple[Tensor, Tensor]:
-    """Images ``[N, 784]`` in [0, 1] and labels ``[N]`` from ``root/MNIST/raw``."""
+    """Return images ``[N, 784]`` in [0, 1] and labels ``[N]`` from ``root/MNIST/raw``."""
     stem = Path(root) / "MNIST" / "raw" / ("train" if train else "t10k")
     with gzip.open(f"{stem}-images-idx3-ubyte.gz") as file:
         images = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8)
@@ -35,7 +35,7 @@ def write_table(path: Path, header: list[str], rows: list[list[str]]) -> str:
 
 
 def draw_curves(path: Path, curves: dict[str, list[float]], xlabel: str, ylabel: str) -> None:
-    """One line for each curve."""
+    """Plot a line for each curve."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,7 +45,7 @@ def draw_curves(path: Path, curves: dict[str, list[float]], xlabel: str, ylabel:
     for name, values in curves.items():
         axes.plot(range(1, len(values) + 1), values, label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.xaxis.get_major_locator().set_params(integer=True)  # no half epochs
+    axes.xaxis.get_major_locator().set_params(integer=True)  # whole epochs only
     axes.legend(fontsize="small")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """A Gaussian mixture (Liu et al. 2019, section 5.2): 200 points, 10 components, two dimensions.
 
-Memberships are summed or sampled; means have a Gaussian guide. The ELBO holds every term of both
-(the published experiment's leaves some out)::
+Memberships are summed or sampled; means have a Gaussian guide. The ELBO has all terms of both (in
+the published code some are missing)::
 
     python tutorials/rao_blackwell/mixture.py --out results
 """
@@ -56,13 +56,13 @@ def train(x: Tensor, elbo: TraceRaoBlackwell_ELBO, steps: int, seed: int) -> lis
     module = elbo(model, guide)
     module(x)
     optimizer = torch.optim.Adam(guide.parameters(), lr=0.05)
-    judge, losses = TraceRaoBlackwell_ELBO(math.inf), []
+    exact_sum, losses = TraceRaoBlackwell_ELBO(math.inf), []
     for step in range(steps):
         optimizer.zero_grad()
         module(x).backward()
         optimizer.step()
         if step % 10 == 0:
-            losses.append(judge.loss(model, guide, x))
+            losses.append(exact_sum.loss(model, guide, x))
     return losses
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the data; runs have 0, 1, ...")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data; runs have 0, 1, ...")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     pyro.enable_validation(False)

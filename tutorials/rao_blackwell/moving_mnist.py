@@ -1,13 +1,13 @@
-"""Moving MNIST (Liu et al. 2019, section 5.4): a digit somewhere on 68 x 68 pixels.
+"""Moving MNIST (Liu et al. 2019, section 5.4): a digit at some position on 68 x 68 pixels.
 
-The digit's position has 4,624 values, of which the k = 5 most probable are summed; what the digit
-looks like is a reparameterized site behind it::
+The position has 4,624 values, and the k = 5 most probable are summed. The appearance of the digit
+is a reparameterized site that depends on the position::
 
     python tutorials/rao_blackwell/moving_mnist.py --data-root data
     python tutorials/rao_blackwell/moving_mnist.py --data-root data --full
 
-``--full`` is the paper's scale, 50 epochs of 50,000 images; flags that are given win.
-``--memory`` instead prints the peak memory of one step of one method in a fresh process.
+``--full`` is the scale of the paper, 50 epochs of 50,000 images. Other flags override it.
+``--memory`` prints the peak memory of one step of one method in a new process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pyro_mcvae import NVIL, RELAX, IndependentDraw, TraceRaoBlackwell_ELBO
 
 SIZE, DIGIT, LATENT = 68, 28, 8
 HALF = DIGIT // 2
-# What a pixel outside of the digit shows by chance.
+# Probability that a pixel outside the digit is white.
 BLANK = 1e-3
 
 
 def place(digits: Tensor) -> Tensor:
-    """Digits ``[N, 784]`` at random positions, whole: ``[N, 68, 68]``, binary."""
+    """Return digits ``[N, 784]`` at random positions: ``[N, 68, 68]``, binary."""
     frames = torch.zeros(len(digits), SIZE, SIZE)
     corners = torch.randint(0, SIZE - DIGIT + 1, (len(digits), 2))
     binary = (digits.reshape(-1, DIGIT, DIGIT) > 0.5).float()
@@ -46,7 +46,7 @@ def place(digits: Tensor) -> Tensor:
 
 
 def crop(x: Tensor, position: Tensor) -> Tensor:
-    """The 28 x 28 pixels around positions ``[*slots, N]`` of frames: ``[*slots, N, 784]``."""
+    """Return the 28 x 28 pixels around positions ``[*slots, N]``: ``[*slots, N, 784]``."""
     wide = pad(x, (HALF, HALF, HALF, HALF))
     width = wide.shape[-1]
     offset = torch.arange(DIGIT, device=x.device)
@@ -76,7 +76,7 @@ class Generator(nn.Module):
 
 
 class WideConv2d(nn.Conv2d):
-    """A convolution by Fourier transforms: for kernels this wide eight times as fast on a CPU."""
+    """A convolution by Fourier transforms, eight times as fast on a CPU for wide kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         pad, (height, width) = self.kernel_size[0] // 2, x.shape[-2:]
@@ -109,7 +109,7 @@ def baseline_network() -> nn.Module:
 
 
 class Control(nn.Module):
-    """RELAX's control variate: of a soft position and the frame."""
+    """The control variate of RELAX, a function of a relaxed position and the frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ METHODS: dict[str, Callable[[], TraceRaoBlackwell_ELBO]] = {
 
 
 def at_most_probable(model: Generator, guide: Inference, x: Tensor) -> float:
-    """The negative ELBO of a frame at its most probable position."""
+    """Return the negative ELBO of a frame at its most probable position."""
 
     def fixed(frames: Tensor) -> None:
         with pyro.plate("data", len(frames)):
@@ -160,7 +160,7 @@ def main() -> None:
     args.images = args.images or (50_000 if args.full else 6400)
     pyro.enable_validation(False)
     pyro.set_rng_seed(args.seed)
-    if args.memory:  # the peak before the step must not be that of reading images
+    if args.memory:  # reading images must not determine the peak before the step
         train = test = torch.rand(args.batch, SIZE, SIZE).round().to(args.device)
     else:
         train = place(read_mnist(args.data_root, True)[0][: args.images]).to(args.device)

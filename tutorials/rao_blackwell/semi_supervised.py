@@ -1,16 +1,15 @@
 """Semi-supervised MNIST (Liu et al. 2019, section 5.3): 5,000 labels, 45,000 images without.
 
-The class y is summed or sampled by each estimator in turn; z | x, y is reparameterized::
+Each estimator sums or samples the class y; z | x, y is reparameterized::
 
     python tutorials/rao_blackwell/semi_supervised.py --data-root data
     python tutorials/rao_blackwell/semi_supervised.py --data-root data --full
 
-``--full`` is the paper's scale, 100 epochs of each estimator. All begin with 100 epochs on the
-labelled images. ``--compiled`` records each kind of step once and compiles it.
-A run that was stopped goes on when the same command is given again, with other ``--methods`` or
-more ``--epochs`` too: each continues from its last epoch. Times are CPU times of this process, on
-one thread: they mean the same on a busy machine.
-``--time`` only times one unlabelled step of k = 1 beside the exact sum, in turns.
+``--full`` is the scale of the paper, 100 epochs of each estimator. All start with 100 epochs on the
+labelled images. ``--compiled`` records each kind of step once and compiles it. If a run was
+interrupted, the same command continues it from the last epoch, also with other ``--methods`` or
+more ``--epochs``. Times are CPU times of this process on one thread, so they are comparable on a
+busy machine. ``--time`` only times an unlabelled step of k = 1 and of the exact sum.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 def joined(*parts: Tensor) -> Tensor:
-    """Concatenate vectors that have other leading dims: slots of y, and data without them."""
+    """Concatenate vectors with different leading dims: slots of y, and data without slots."""
     shape = torch.broadcast_shapes(*(p.shape[:-1] for p in parts))
     return torch.cat([p.expand(*shape, -1) for p in parts], -1)
 
@@ -109,7 +108,7 @@ METHODS: dict[str, Callable[[], TraceRaoBlackwell_ELBO]] = {
 }
 
 
-# Minibatch by minibatch: images without labels, images, their labels.
+# Minibatches: images without labels, images with labels, and their labels.
 Batch = tuple[Tensor | None, Tensor, Tensor]
 
 
@@ -118,14 +117,14 @@ class Experiment:
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
         self.model, self.guide = Generator().to(device), Inference().to(device)
-        # A baseline's networks come from the seed as well, and take no draws from what follows:
-        # every estimator begins with the same model, and meets the same minibatches.
+        # Creating the networks of a baseline does not advance the random state, so that every
+        # estimator gets the same minibatches.
         with torch.random.fork_rng():
             elbo = METHODS[name]().to(device)
-        self.judge = elbo(self.model, self.guide)
-        # Judging takes one step of an epoch: not worth a recording.
-        self.module = CompiledELBO(elbo)(self.model, self.guide) if compiled else self.judge
-        self.optimizer = torch.optim.Adam(self.judge.parameters(), lr=1e-3)
+        self.uncompiled = elbo(self.model, self.guide)
+        # The evaluation takes one step per epoch, so recording it would not pay off.
+        self.module = CompiledELBO(elbo)(self.model, self.guide) if compiled else self.uncompiled
+        self.optimizer = torch.optim.Adam(self.uncompiled.parameters(), lr=1e-3)
 
     def step(self, unlabelled: Tensor | None, x: Tensor, label: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -137,10 +136,10 @@ class Experiment:
         self.optimizer.step()
 
     def evaluate(self, x: Tensor, label: Tensor) -> tuple[float, float]:
-        """Test accuracy, and the negative ELBO of an image at its most probable label."""
+        """Return the test accuracy, and the negative ELBO at the most probable label."""
         with torch.no_grad():
             result = self.guide.classifier(x).argmax(-1)
-            loss = self.judge(x, one_hot(result, CLASSES).to(x)) / len(x)
+            loss = self.uncompiled(x, one_hot(result, CLASSES).to(x)) / len(x)
         return (result == label).double().mean().item(), loss.item()
 
     def epochs(
@@ -151,13 +150,13 @@ class Experiment:
         row: Callable[..., dict[str, Any]] = dict,
     ) -> Iterator[dict[str, Any]]:
         """
-        Train; yield a row for each epoch, first those that the checkpoint already has.
+        Train. Yield a row for each epoch, including the epochs in the checkpoint.
 
-        :param batches: of one epoch.
-        :param path: of the checkpoint, which each epoch replaces.
-        :param row: judges an epoch, given its number and seconds.
+        :param batches: returns the minibatches of an epoch.
+        :param path: the checkpoint. Each epoch replaces it.
+        :param row: evaluates an epoch, given its number and seconds.
         """
-        parts = {"module": self.judge, "optimizer": self.optimizer}
+        parts = {"module": self.uncompiled, "optimizer": self.optimizer}
         rows: Any = load_checkpoint(path, parts)["rows"] if path.exists() else []
         yield from rows[:count]
         for epoch in range(len(rows) + 1, count + 1):
@@ -170,7 +169,7 @@ class Experiment:
 
 
 def warmed_up(args: argparse.Namespace, data: list[Tensor]) -> list[dict[str, Tensor]]:
-    """Networks trained on the labelled images alone: where every method begins."""
+    """Return networks trained only on the labelled images, from which every method starts."""
     labelled, labels = data[:2]
     run = Experiment("exact sum", args.seed, args.device, args.compiled)
 
@@ -192,7 +191,7 @@ def train(
     start: list[dict[str, Tensor]],
     results: Results,
 ) -> list[dict[str, Any]]:
-    """The rows of one method."""
+    """Return the rows of one method."""
     labelled, labels, unlabelled, test, truth = data
     run = Experiment(name, args.seed, args.device, args.compiled)
     run.model.load_state_dict(start[0])
@@ -222,7 +221,7 @@ def train(
 
 
 def summarize(result: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """A table of the last epochs, and curves over all, given the rows of each method."""
+    """Print a table of the last epochs, and plot curves, given the rows of each method."""
     header = ["method", "test accuracy", "mean of last ten", "-ELBO at the MAP label", "s/epoch"]
     table = []
     for name, rows in result.items():
@@ -240,7 +239,7 @@ def summarize(result: dict[str, list[dict[str, Any]]], out: Path) -> None:
 
 
 def compare_times(x: Tensor, rounds: int) -> None:
-    """Median time of one unlabelled step, with the two estimators taking turns."""
+    """Print the median time of an unlabelled step, alternating between two estimators."""
     steps = {
         name: Experiment(name, 0, str(x.device)) for name in ("RB-REINFORCE (k = 1)", "exact sum")
     }
@@ -264,9 +263,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-root", default="data")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=100, help="epochs on labelled images alone")
+    parser.add_argument("--warmup", type=int, default=100, help="epochs on only labelled images")
     parser.add_argument("--full", action="store_true", help="100 epochs of each estimator")
-    parser.add_argument("--smoke", action="store_true", help="one epoch, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a trial run of one epoch")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
@@ -278,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.epochs = 100
     if args.smoke:
         args.epochs = args.warmup = 1
-    torch.set_num_threads(1)  # CPU time compares on one thread only.
+    torch.set_num_threads(1)  # CPU times are comparable only with one thread.
     images, classes = (t.to(args.device) for t in read_mnist(args.data_root, True))
     pyro.enable_validation(False)
     if args.time:

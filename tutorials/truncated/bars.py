@@ -1,10 +1,10 @@
-"""Bars: 500 images of 4x4 pixels, each the sum of some of eight bars, and binary latents for them.
+"""Learn bars with binary latents: 500 images of 4x4 pixels, each the sum of some of eight bars.
 
-A truncated posterior with a set of 64 states per image finds the bars, how often they occur and
-the noise. Any one start may end in a local optimum, where two fields share a bar; the exact
-posterior, all 256 states, ends there as often. So each seed starts four times and keeps the start
-of the highest free energy, which tells them apart by several nats per image: Guiraud et al. (2021)
-show the best of ten.
+A truncated posterior with 64 states per image finds the bars, their frequency and the noise. A
+single start may end in a local optimum, where two fields share a bar. With the exact posterior (all
+256 states) this happens as often. Therefore each seed starts four times and uses the start with the
+highest free energy, which differs by several nats per image. Guiraud et al. (2021) use the best of
+ten starts.
 
     python tutorials/truncated/bars.py --seeds 10
 """
@@ -27,7 +27,7 @@ SIDE, NUM_BARS, PI, SIGMA, HEIGHT = 4, 8, 2 / 8, 0.1, 1.0
 
 
 def bars() -> Tensor:
-    """All bars as images, shape [8, 16]."""
+    """Return all bars as images, shape [8, 16]."""
     images = torch.zeros(NUM_BARS, SIDE, SIDE)
     for i in range(SIDE):
         images[i, i, :] = images[SIDE + i, :, i] = HEIGHT
@@ -35,7 +35,7 @@ def bars() -> Tensor:
 
 
 def make_data(count: int) -> tuple[Tensor, Tensor]:
-    """Images and the bars in them."""
+    """Return images and the bars in them."""
     active = torch.bernoulli(torch.full((count, NUM_BARS), PI))
     return active @ bars() + SIGMA * torch.randn(count, SIDE**2), active
 
@@ -45,8 +45,8 @@ class Model(nn.Module):
         super().__init__()
         self.images = images
         self.decoder = nn.Linear(NUM_BARS, SIDE**2, bias=False)
-        # Every field begins as its share of the mean image, and a little noise tells them apart:
-        # from unequal starts one field may take two bars before another has taken any.
+        # Every field starts as the mean image divided by the number of bars, plus a little noise.
+        # With unequal starts, one field may learn two bars before another has learned any.
         fraction = images.mean(0) / (NUM_BARS * PI)
         noise = 0.1 * torch.randn(SIDE**2, NUM_BARS)
         self.decoder.weight.data = fraction.unsqueeze(-1) + noise
@@ -61,12 +61,12 @@ class Model(nn.Module):
 
 
 def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> list[float]:
-    """Train in place; returns the free energy per image after each epoch."""
+    """Train in place. Return the free energy per image after each epoch."""
     guide = TruncatedPosterior(model, states, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     steps = epochs * -(-len(model.images) // 32)
-    # One cycle: fields part while the rate is high, and settle while it falls.
+    # One cycle: fields separate while the rate is high, and converge while it decreases.
     schedule = torch.optim.lr_scheduler.CyclicLR(
         optimizer, 0.1 * rate, rate, step_size_up=max(1, steps // 2), cycle_momentum=False
     )
@@ -85,14 +85,14 @@ def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> li
 
 
 def best_of(images: Tensor, starts: int, epochs: int) -> tuple[Model, list[list[float]]]:
-    """The model of the start whose free energy is the highest in the end, and all curves."""
+    """Return the model of the start with the highest final free energy, and all curves."""
     models = [Model(images) for _ in range(starts)]
     curves = [train(model, epochs) for model in models]
     return max(zip(models, curves, strict=True), key=lambda run: run[1][-1])[0], curves
 
 
 def score(model: Model) -> tuple[int, float, float]:
-    """How many bars have a generative field of their own, and what pi and sigma were learned."""
+    """Return the number of bars that have a generative field, and the learned pi and sigma."""
     fields, true = model.decoder.weight.detach().t(), bars()
     distance = (fields.unsqueeze(1) - true).square().mean(-1).sqrt()
     best = {int(d.argmin()) for d in distance if float(d.min()) < 0.1 * HEIGHT}
@@ -101,7 +101,7 @@ def score(model: Model) -> tuple[int, float, float]:
 
 
 def recovered(model: Model) -> bool:
-    """All bars, pi within 0.03 and sigma within 0.02 of the truth."""
+    """Return whether all bars are found, with pi within 0.03 and sigma within 0.02 of the truth."""
     count, pi, sigma = score(model)
     return count == NUM_BARS and abs(pi - PI) < 0.03 and abs(sigma - SIGMA) < 0.02
 
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{'' if good else '  (not recovered)'}",
             flush=True,
         )
-    print(f"recovered in {result} of {args.seeds} seeds")
+    print(f"recovered with {result} of {args.seeds} seeds")
     draw(models, curves, args.output)
     return result
 

@@ -1,11 +1,11 @@
-"""Correlated bars: what a decoder of two layers learns of bars that keep each other away.
+"""Learn correlated bars with a decoder of two layers: pairs of bars that never appear together.
 
-The images are made by a network: one hidden unit per bar, a ReLU, and the bars as fields. The
-first bar of the rows weakens the second one's unit below zero, the last bar of the columns the
-one before it: these two pairs are not seen together, though their latents are independent. A
-linear decoder cannot say this; the same network can. The script prints log p(x) of images with
-each pair of bars, under the learned model beside the true one, both exactly (256 states), and for
-the pairs that discourage each other how much less likely they are than other pairs.
+The images come from a network with a hidden unit per bar, a ReLU, and the bars as fields. The first
+bar of the rows sets the unit of the second bar below zero, and the last bar of the columns the unit
+of the bar before it. These two pairs never appear together, although their latents are independent.
+A linear decoder cannot represent this, but a network of the same form can. For images with each
+pair of bars, the script prints the exact log p(x) under the learned and the true model (256
+states). It also prints the log probability of the two excluded pairs relative to other pairs.
 
     python tutorials/truncated/correlated_bars.py
 """
@@ -25,12 +25,12 @@ sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import Results
 
 SIDE, NUM_BARS, PI, SIGMA = 4, 8, 2 / 8, 0.1
-# The first of each pair puts out the second.
+# The first bar of each pair switches off the second.
 PAIRS = ((0, 1), (7, 6))
 
 
 def bars() -> Tensor:
-    """All bars as images, shape [8, 16]: rows, then columns."""
+    """Return all bars as images, shape [8, 16]: rows, then columns."""
     images = torch.zeros(NUM_BARS, SIDE, SIDE)
     for i in range(SIDE):
         images[i, i, :] = images[SIDE + i, :, i] = 1.0
@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.images = images
         self.first = nn.Linear(NUM_BARS, NUM_BARS, bias=False)
         self.second = nn.Linear(NUM_BARS, SIDE**2, bias=False)
-        # It begins as the linear model: each latent has a unit and a field of its own.
+        # The initial network is linear: each latent has a separate unit and field.
         self.first.weight.data = torch.eye(NUM_BARS)
         self.first.weight.requires_grad_(not linear)
         fraction = images.mean(0) / (NUM_BARS * PI)
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def true_model(images: Tensor) -> Model:
-    """The network that makes the images."""
+    """Return the network that generates the images."""
     model = Model(images)
     for bar, other in PAIRS:
         model.first.weight[other, bar] = -1.0
@@ -80,7 +80,7 @@ def make_data(count: int) -> Tensor:
 
 
 def train(model: Model, epochs: int, rate: float = 1e-2) -> list[float]:
-    """Train in place; returns the free energy per image after each epoch."""
+    """Train in place. Return the free energy per image after each epoch."""
     guide = TruncatedPosterior(model, 64, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=rate)
@@ -103,7 +103,7 @@ def train(model: Model, epochs: int, rate: float = 1e-2) -> list[float]:
 
 
 def evidence(model: Model, images: Tensor) -> Tensor:
-    """log p(x) of each image under a model's parameters, exactly."""
+    """Return the exact log p(x) of each image under the parameters of a model."""
     other = Model(images)
     other.load_state_dict(model.state_dict())
     index = torch.arange(len(images))
@@ -111,7 +111,7 @@ def evidence(model: Model, images: Tensor) -> Tensor:
 
 
 def pairs() -> tuple[list[tuple[int, int]], Tensor]:
-    """All pairs of bars, and images of both together without noise."""
+    """Return all pairs of bars, and images of both bars without noise."""
     result = [(a, b) for a in range(NUM_BARS) for b in range(a + 1, NUM_BARS)]
     fields = bars()
     return result, torch.stack([fields[a] + fields[b] for a, b in result])
@@ -119,8 +119,7 @@ def pairs() -> tuple[list[tuple[int, int]], Tensor]:
 
 def ratios(model: Model) -> Tensor:
     """
-    For the discouraged pairs: log p(image of both bars), minus the mean over the pairs that do not
-    discourage each other.
+    Return log p(image of both bars) for the excluded pairs, minus the mean over the other pairs.
     """
     result, images = pairs()
     discouraged = torch.tensor([set(p) in [set(q) for q in PAIRS] for p in result])
@@ -176,7 +175,7 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     for name, model in models.items():
         mean = evidence(model, images).mean()
         said = ", ".join(f"{r:.1f}" for r in ratios(model))
-        print(f"{name}: log p(x) {mean:.2f} per image, discouraged pairs {said} nats")
+        print(f"{name}: log p(x) {mean:.2f} per image, excluded pairs {said} nats")
         of_pairs = {f"pair_{i}": float(r) for i, r in enumerate(ratios(model))}
         results.add(model=name, evidence=float(mean), **of_pairs)
     draw(best["two layers"], best["linear"], curves, args.output)

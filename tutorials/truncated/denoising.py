@@ -1,16 +1,16 @@
-"""Remove the noise from one image with nothing but that image: binary latents for its patches.
+"""Denoise an image with a model of binary latents that is trained only on this image.
 
-All overlapping patches of the noisy image are the data. The model gives every patch a vector of
-binary latents and decodes it by a small network; a truncated posterior of S states per patch
-trains it, and the posterior mean of each patch, averaged where patches overlap, is the clean image.
-With ``--missing 0.5`` half of the pixels are masked out, and the same model fills them in.
+The data are all overlapping patches of the noisy image. Every patch has a vector of binary latents
+and a small network as decoder. The guide is a truncated posterior of S states per patch. The
+denoised image is the mean of the posterior means of all patches that cover a pixel. With
+``--missing 0.5`` half of the pixels are masked, and the same model fills them in.
 
     python tutorials/truncated/denoising.py --sigma 25 --epochs 15
     python tutorials/truncated/denoising.py --image house.png --mutation uniform --linear
     python tutorials/truncated/denoising.py --image house.png --full
 
-``--full`` is the paper's search: 200 states per patch, 10 parents with 9 children in each of 4
-generations, 500 epochs with minibatches of 32; days on a CPU.
+``--full`` is the search of the paper: 200 states per patch, 10 parents with 9 children in each of 4
+generations, 500 epochs with minibatches of 32. It takes days on a CPU.
 """
 
 import argparse
@@ -44,7 +44,7 @@ MUTATIONS = {"informed": InformedFlips, "uniform": UniformFlips}
 
 
 def load(path: Path | None, crop: int | None) -> Tensor:
-    """A gray image with values in 0..255; scikit-image's cameraman if no file is given."""
+    """Return a gray image with values in 0..255; scikit-image's cameraman without a file."""
     if path is None:
         from skimage import data
 
@@ -82,14 +82,14 @@ class Patches(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_normal_(layer.weight)
                 nn.init.zeros_(layer.bias)
-        # The network decodes standardized pixels, so that one learning rate suits all images.
+        # The network decodes standardized pixels, so that one learning rate works for all images.
         self.center, self.spread = patches[known].mean(), patches[known].std()
         self.logits = nn.Parameter(torch.full((num_latents,), 1.0 / num_latents).logit())
         self.log_sigma = nn.Parameter(torch.tensor(start or self.spread.item()).log())
         self.patches, self.known = patches, known
 
     def decode(self, z: Tensor) -> Tensor:
-        """The mean pixels."""
+        """Return the mean of the pixels."""
         return self.center + self.spread * self.decoder(z)
 
     def forward(self, index: Tensor) -> None:
@@ -103,7 +103,7 @@ class Patches(nn.Module):
 def merge(
     patches: Tensor, shape: tuple[int, int], side: int, width: float = float("inf")
 ) -> Tensor:
-    """Average overlapping patches to an image, weighted by a Gaussian about a patch's middle."""
+    """Average overlapping patches to an image, with Gaussian weights around the patch center."""
     place = (torch.arange(side) - (side - 1) / 2) / (width * side)
     window = (-(place**2 + place[:, None] ** 2) / 2).exp().flatten()
     total, weight = (
@@ -114,7 +114,7 @@ def merge(
 
 @torch.no_grad()
 def restore(model: Patches, guide: TruncatedPosterior) -> Tensor:
-    """The posterior mean of every patch."""
+    """Return the posterior mean of every patch."""
     means = []
     for index in torch.arange(len(model.patches)).split(1000):
         posterior = guide.posterior(index)
@@ -123,7 +123,7 @@ def restore(model: Patches, guide: TruncatedPosterior) -> Tensor:
 
 
 def draw(images: tuple[Tensor, Tensor, Tensor], path: Path) -> None:
-    """The truth, what is seen of it and the restored image, side by side."""
+    """Plot the true, the noisy and the restored image side by side."""
     side_by_side = torch.cat(images, 1).clamp(0, 255)
     matplotlib.image.imsave(path, side_by_side.numpy(), cmap="gray", vmin=0, vmax=255)
 
@@ -134,30 +134,39 @@ def main(argv: list[str] | None = None) -> float:
     add("--image", type=Path, help="default: scikit-image's cameraman")
     add("--crop", type=int, help="use the upper left corner of this size")
     add("--sigma", type=float, default=25.0)
-    add("--missing", type=float, default=0.0, help="the share of missing pixels")
+    add("--missing", type=float, default=0.0, help="fraction of missing pixels")
     add("--side", type=int, default=8, help="of a patch")
     add("--latents", type=int, default=64)
     add("--states", type=int, default=32)
-    add("--gradient-states", type=int, help="take the gradient through so many and one more")
+    add("--gradient-states", type=int, help="number of states in the gradient, minus one")
     add("--search", type=int, nargs=3, default=[5, 4, 1], metavar=("P", "C", "G"))
     add("--mutation", choices=MUTATIONS, default="informed")
     add(
-        "--hidden", type=int, help="units of the decoder's middle layer; default: as many as pixels"
+        "--hidden",
+        type=int,
+        help="units of the hidden layer of the decoder; default: as many as pixels",
     )
     add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
-    add("--start-sigma", type=float, help="of the model's noise; default: that of all pixels")
+    add("--start-sigma", type=float, help="initial noise of the model; default: that of all pixels")
     add("--epochs", type=int, default=15)
-    add("--every", type=int, default=5, help="epochs from one line of the output to the next")
+    add("--every", type=int, default=5, help="epochs between lines of the output")
     add("--batch-size", type=int, default=1000)
     add("--lr", type=float, default=1e-2)
-    add("--window", type=float, default=float("inf"), help="of merging patches, in their sides")
+    add(
+        "--window",
+        type=float,
+        default=float("inf"),
+        help="width of the weights for merging, in patch sides",
+    )
     add("--compiled", action="store_true", help="record the steps and compile them")
     add(
-        "--resume", action="store_true", help="from the checkpoint in --out; --epochs may be others"
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint in --out; --epochs may change",
     )
     add("--seed", type=int, default=0)
-    add("--full", action="store_true", help="the paper's search, for 500 epochs")
-    add("--smoke", action="store_true", help="two epochs on a small crop, to see that it runs")
+    add("--full", action="store_true", help="search of the paper, for 500 epochs")
+    add("--smoke", action="store_true", help="a trial run of two epochs on a small crop")
     add("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)
     if args.full:
@@ -182,7 +191,7 @@ def main(argv: list[str] | None = None) -> float:
     elbo = (CompiledELBO(objective) if args.compiled else objective)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     results = Results(args.out / "denoising.csv", args.seed, argv)
-    # What there is to see: a missing pixel as gray as the mean of the others.
+    # The observed image. A missing pixel has the mean gray value.
     seen = torch.where(known, noisy, noisy[known].mean())
     print(f"seen: {psnr(seen, truth):.2f} dB, {len(patches)} patches", flush=True)
     parts = {"model": model, "guide": guide, "optimizer": optimizer}
@@ -201,7 +210,7 @@ def main(argv: list[str] | None = None) -> float:
     )
     for epoch in tqdm(range(first, args.epochs + 1), unit="epoch", disable=None):
         start, total = time.process_time(), 0.0
-        # Of one size, but for one: a small rest would be a step of noise, as long as the others.
+        # Minibatches of nearly equal size, because a small last one would be a very noisy step.
         for index in torch.randperm(len(patches)).tensor_split(num_batches):
             optimizer.zero_grad()
             loss = elbo(index)

@@ -1,8 +1,8 @@
-"""Draw what runs of denoising.py have written: PSNR over epochs and over CPU time.
+"""Plot the results of denoising.py: PSNR over epochs and over CPU time.
 
     python tutorials/truncated/denoising_curves.py informed=results/a uniform=results/b --out c.png
 
-Each argument is a label and the folder that ``denoising.py --out`` was given.
+Each argument is a label and the folder of ``denoising.py --out``.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import matplotlib
 
 
 def read(folder: Path) -> tuple[list[int], list[float], list[float]]:
-    """Epochs, CPU seconds of training and PSNR in dB; the noisy image is left out."""
+    """Return epochs, CPU seconds of training and PSNR in dB, without the noisy image."""
     with (folder / "denoising.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["epoch"])]
     return (

@@ -1,4 +1,4 @@
-"""Wake-sleep: train the guide on data that the model draws."""
+"""Wake-sleep: train the guide on data simulated from the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# Data dreamt by a model: drawn from its joint density, and scored by the guide.
+# Simulated data ("dreams"): drawn from the joint density of the model, and scored by the guide.
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:
@@ -47,14 +47,14 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
     Draw latents and data from the model's joint density, on a given minibatch.
 
     :param subsamples: the indices of each plate.
-    :raises ValueError: if the model cannot be drawn from.
+    :raises ValueError: if no data can be drawn from the model.
     """
     try:
         with Recorder(Substitutes(Minibatch(subsamples))) as recorder, Unconditioned():
             programs.model(*programs.args, **programs.kwargs)
     except NotImplementedError as error:
         raise ValueError(
-            f"the model cannot dream, because one of its distributions cannot be drawn from "
+            f"no data can be simulated from the model, because a distribution has no draws "
             f"({type(error).__name__}: {error}): give each site a proper distribution with sample()"
         ) from error
     return recorder.trace
@@ -62,10 +62,10 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
 
 def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
     """
-    Return the simulated data by site, with the model's own data where they are masked out.
+    Return the simulated data by site, with the real data where they are masked.
 
     :param model_trace: a run of the model on the data.
-    :raises ValueError: naming a site that was not dreamt, or in another shape than its data.
+    :raises ValueError: naming a site that was not simulated, or with another shape than its data.
     """
     values = {}
     for name, site in model_trace.nodes.items():
@@ -77,8 +77,8 @@ def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
             what = "nothing" if new is None else f"a value of shape {tuple(new.shape)}"
             raise ValueError(
                 f"the model observes site '{name}' in shape {tuple(torch.as_tensor(value).shape)}, "
-                f"but drew {what} there when it dreamt: its plates and its distribution, expanded, "
-                f"must give the data's shape, whatever the latents"
+                f"but simulates {what} for it: its plates and its expanded distribution must have "
+                f"the shape of the data, for any latents"
             )
         counted = counted_values(site)
         if counted is not None:
@@ -89,10 +89,10 @@ def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
 
 def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
     """
-    Run the guide on a dream: its terms are log q of the dreamt latents.
+    Run the guide on simulated data. Its terms are log q of the simulated latents.
 
-    :param programs: with arguments that hold the dreamt data.
-    :raises ValueError: naming a site that the guide cannot recognize.
+    :param programs: model and guide, with the simulated data as arguments.
+    :raises ValueError: naming a site of the guide without a density.
     """
     with Recorder(Substitutes(Minibatch(subsamples)), dreamt) as recorder:
         programs.guide(*programs.args, **programs.kwargs)
@@ -108,23 +108,23 @@ def _check(guide_trace: Trace, dreamt: Trace) -> None:
             continue
         if name not in dreamt:
             raise ValueError(
-                f"the guide draws site '{name}', of which the model's dream has no value, so that "
-                f"the guide's density there is not known: the sleep phase needs guides whose sites "
-                f"are the model's own (no auxiliary sites, as AutoGuides and EasyGuide have)"
+                f"the guide draws site '{name}', for which the model simulates no value, so the "
+                f"density of the guide is not known: the sleep phase needs guides whose sites are "
+                f"in the model (without auxiliary sites, as in AutoGuides and EasyGuide)"
             )
         if is_delta(site["fn"]):
             raise ValueError(
-                f"site '{name}' of the guide is a point mass, which gives a dreamt value no "
-                f"density: give it a distribution that is spread out"
+                f"site '{name}' of the guide is a point mass, which has no density for a simulated "
+                f"value: give it a distribution with a density"
             )
 
 
-# Whether a model can dream: what it says of factors, and of data read from its arguments.
+# Checks whether data can be simulated: factors, and data that the model reads from its arguments.
 
 
 def check_factors(programs: Programs, run: Run) -> None:
     """
-    Check that no factor of the model depends on a latent: a dream could not take account of it.
+    Check that no factor of the model depends on a latent, because simulations would ignore it.
 
     :raises ValueError: naming the factor.
     """
@@ -138,9 +138,9 @@ def check_factors(programs: Programs, run: Run) -> None:
         if parents:
             raise ValueError(
                 f"the model's factor '{name}' depends on {', '.join(map(repr, sorted(parents)))}, "
-                f"so that the model's density is not the one that it draws from, and it cannot "
-                f"dream: write the factor as a distribution of an observed site, or train with "
-                f"another objective, such as TraceSGVB_ELBO"
+                f"so the model does not draw from its density, and no data can be simulated: write "
+                f"the factor as a distribution of an observed site, or train with another "
+                f"objective, such as TraceSGVB_ELBO"
             )
 
 
@@ -167,15 +167,15 @@ def check_reads(programs: Programs, run: Run) -> None:
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
-            f"the model reads from its arguments, so that in a dream it would mix with the data: "
+            f"the model reads from its arguments, so simulated data would mix with real data: "
             f"use the values that pyro.sample returns, pass covariates as other tensors than the "
-            f"observed ones, or make the guide's arguments by dream_args"
+            f"observed ones, or compute the guide's arguments with dream_args"
         )
     if readers == []:
         raise ValueError(
             f"the guide reads the data of {', '.join(map(repr, sorted(values)))} from none of the "
-            f"arguments in which the model observes them, so that it would not see a dream: read "
-            f"them there, or say by dream_args how the guide's arguments follow from the dream"
+            f"arguments in which the model observes them, so it would not get simulated data: read "
+            f"them there, or pass dream_args, which computes the guide's arguments"
         )
 
 
@@ -185,10 +185,10 @@ def _is_scored_factor(site: Site) -> bool:
 
 class _Marked:
     """
-    The arguments of a call with marks on the tensors that a dream changes.
+    The arguments of a call, with marks on the tensors that a simulation changes.
 
-    Two kinds of marks, because each is blind somewhere: provenance in custom autograd functions,
-    gradients at integers.
+    There are two kinds of marks, because each has limits: provenance is lost in custom autograd
+    functions, and gradients at integers.
     """
 
     def __init__(self, programs: Programs, changed: Programs) -> None:
@@ -210,9 +210,9 @@ class _Marked:
                     trace = run(self._programs)
                 names = [n for n, s in trace.nodes.items() if self._reads(s)]
         except Exception:
-            # Operators that refuse tracked tensors: such programs cannot be checked.
+            # Some operators do not accept tracked tensors. Such models cannot be checked.
             return None
-        # What became of data that turned into Python numbers is not known.
+        # Data that were converted to Python numbers cannot be tracked.
         return names if names or not escapes.names else None
 
     def _reads(self, site: Site) -> bool:
@@ -227,9 +227,9 @@ class _Marked:
         )
 
 
-# The wake-sleep algorithm, for any Pyro program that can dream.
+# The wake-sleep algorithm, for any model from which data can be simulated.
 
-# Programs may show other sites in every step, as sequential minibatches do.
+# Models and guides may have other sites in every step, as with sequential minibatches.
 _MOST_CHECKS = 8
 
 DreamArgs = Callable[..., tuple[tuple[object, ...], dict[str, Any]]]
@@ -239,7 +239,7 @@ class WakeSleep(MonteCarloELBO):
     r"""
     The wake-sleep algorithm [1], a baseline of Kingma and Welling [2].
 
-    Two objectives side by side, each for the parameters of one program:
+    There are two objectives, for the parameters of the model and of the guide:
 
     .. math::
         \text{wake:} \quad & \max_\theta\; \frac{N}{B} \sum_n
@@ -247,11 +247,11 @@ class WakeSleep(MonteCarloELBO):
         \text{sleep:} \quad & \max_\phi\; \frac{N}{B} \sum_n
             E_{p_\theta(z) p_\theta(x \mid z)} \log q_\phi(z \mid x)
 
-    In the wake phase the guide draws latents of the data, and the model's likelihood of both is
-    maximised. In the sleep phase the model simulates latents and data on the same minibatch, and
+    In the wake phase the guide draws latents for the data, and the likelihood of the model is
+    maximized. In the sleep phase the model simulates latents and data for the same minibatch, and
     the guide is trained to infer the latents. Draws need no reparameterization, so latents may be
-    discrete. Together the two gradients are not the gradient of any function, and no bound of the
-    evidence is maximised. The reported value is the plain ELBO of the wake phase, a bound that is
+    discrete. The two gradients together are not the gradient of any function, so no bound on the
+    evidence is maximized. The reported value is the plain ELBO of the wake phase, a bound that is
     comparable with other objectives.
 
     **Arguments of the guide.** In the sleep phase the observed tensors among the arguments are
@@ -259,18 +259,18 @@ class WakeSleep(MonteCarloELBO):
     Observed tensors are found by identity, by shared memory (``obs=x[t]``, ``obs=x.view(-1,
     784)``), or as copies, including rows of a plate (``obs=x[idx]``), also in nested lists and
     dictionaries. Masked entries keep their value. Data outside the arguments (a global variable, an
-    attribute) raise an error. If arguments depend on the data in another way, pass ``dream_args``.
-    A guide that reads the data from another argument than the model raises an error too. Other
-    arguments, such as covariates, are not changed.
+    attribute) raise an error, and so does a guide that reads the data from another argument than
+    the model. If arguments are other functions of the data, pass ``dream_args``. Other arguments,
+    such as covariates, are not changed.
 
     Running the model must draw latents and data from their joint density. A ``pyro.factor`` that
     depends on latents raises an error, and so does a model that reads the observed values from its
     arguments, as in ``Normal(x[t - 1], 1)``. Use the value that ``pyro.sample`` returns instead; in
-    the sleep phase it is the simulated one. Guides with auxiliary sites (AutoGuides) have no
-    density of the model's latents and raise an error too.
+    the sleep phase this is the simulated value. Guides with auxiliary sites (AutoGuides) have no
+    density of the model's latents, and raise an error, too.
 
-    :param int num_particles: draws of z in the wake phase.
-    :param int num_dreams: simulated minibatches in the sleep phase.
+    :param int num_particles: the number of draws of z in the wake phase.
+    :param int num_dreams: the number of simulated minibatches in the sleep phase.
     :param dream_args: a function ``(dream, *args, **kwargs) -> (args, kwargs)`` that returns the
         guide's arguments, where ``dream`` has the simulated value of each observed site by name.
     :param options: ``max_plate_nesting``, ``vectorize_particles`` (of the wake phase),
@@ -331,7 +331,7 @@ class WakeSleep(MonteCarloELBO):
         nights = [self._sleep(programs, runs[0]) for _ in range(self.num_dreams)]
         sleep = _total(t for night in nights for t in night.terms)
         surrogate = wake / self.num_particles + sleep / self.num_dreams
-        # A loss that is not finite is reported; the sleep phase's is not part of the value.
+        # A non-finite loss is reported; the loss of the sleep phase is not part of the value.
         value = torch.where(surrogate.detach().isfinite(), value, torch.nan)
         return Estimate(value, surrogate, [*runs, *nights], scored=True)
 
@@ -340,7 +340,7 @@ class WakeSleep(MonteCarloELBO):
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 
     def _sleep(self, programs: Programs, run: Run) -> Run:
-        """Return the guide's terms on simulated data, for the minibatch of the wake step."""
+        """Return the terms of the guide on simulated data, for the minibatch of the wake step."""
         self._check(programs, run)
         with torch.no_grad():
             dreamt = dream(programs, run.subsamples)
@@ -362,7 +362,7 @@ class WakeSleep(MonteCarloELBO):
         return replace(programs, args=tuple(arguments[0]), kwargs=arguments[1])
 
     def _check(self, programs: Programs, run: Run) -> None:
-        """Once for each structure that the programs show, if these are not too many."""
+        """Check each structure of model and guide once, if there are not too many."""
         pair = programs.model, programs.guide
         if self._programs != pair:
             self._programs, self._checked = pair, set()
@@ -375,7 +375,7 @@ class WakeSleep(MonteCarloELBO):
         self._checked.add(sites)
 
     def __getstate__(self) -> dict[str, object]:
-        # Programs are often local functions, which cannot be pickled; they are checked again.
+        # Models are often local functions, which cannot be pickled, so they are checked again.
         return {**self.__dict__, "_programs": None, "_checked": set()}
 
 

@@ -1,4 +1,4 @@
-"""The judges of figure 3: the marginal likelihood of a trained model, whatever trained it."""
+"""Estimators of the marginal likelihood of a trained model, for figure 3."""
 
 import math
 import warnings
@@ -16,20 +16,20 @@ from pyro_mcvae import HMC, AdaptiveStepSize, log_evidence, refine
 
 
 @dataclass
-class Verdict:
-    """Means over images, in nats per image."""
+class Estimates:
+    """Estimates for a trained model: means over images, in nats per image."""
 
     value: float
-    error: float  # standard error over the images judged
+    error: float  # standard error over the evaluated images
     monte_carlo_error: float = float("nan")  # of the mean, from the spread of the weights
-    unreliable: float = float("nan")  # share of images with a Pareto k above 0.7
+    unreliable: float = float("nan")  # fraction of images with a Pareto k above 0.7
     appendix_d: float = float("nan")  # the paper's estimator
 
 
 class Around:
     """
-    A guide that needs no encoder: kernels around posterior draws of each image, and, for one draw
-    of ten, the prior, lest anything be missed.
+    A guide without an encoder: kernels around posterior draws of each image. One draw in ten is
+    from the prior, so that the guide covers the whole posterior.
 
     :param draws: posterior draws, shape ``[draws, images, latents]``.
     """
@@ -54,10 +54,10 @@ class Around:
 
 def appendix_d(vae: VAE, x: Tensor, guide: Any, draws: int, warmup: int) -> Tensor:
     r"""
-    The paper's marginal likelihood estimator (appendix D), of each image.
+    Estimate the marginal likelihood of each image with the paper's estimator (appendix D).
 
-    1 / p(x) is the posterior mean of f(z) / p(x, z), for any normalised density f: here kernels
-    around half of the draws, averaged over the other half.
+    1 / p(x) is the posterior mean of f(z) / p(x, z), for any normalized density f. Here f has
+    kernels around half of the draws, and the mean is over the other half.
 
     :param warmup: transitions of Hamiltonian Monte Carlo before each draw.
     """
@@ -74,21 +74,21 @@ def appendix_d(vae: VAE, x: Tensor, guide: Any, draws: int, warmup: int) -> Tens
     return math.log(draws) - ratio.logsumexp(0)
 
 
-def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup: int) -> Verdict:
+def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup: int) -> Estimates:
     """
-    log p(x) by importance sampling around draws that annealed chains made, in two stages.
+    Estimate log p(x) by importance sampling around draws of annealed chains, in two stages.
 
-    The second stage's draws are independent of the first's, so that the estimate is a lower bound
-    in expectation and its k-hat says whether it can be relied upon. The estimator of appendix D
-    stands beside it.
+    The draws of the second stage are independent of those of the first. The estimate is therefore a
+    lower bound in expectation, and its k-hat measures its reliability. The estimate of appendix D
+    is returned, too.
 
-    :param guide: where chains begin: the encoder, or the prior.
-    :param draws: posterior draws of each image that the second stage's guide is made of.
-    :param particles: weights of each image in the second stage.
+    :param guide: the start of the chains: the encoder, or the prior.
+    :param draws: number of posterior draws of each image for the guide of the second stage.
+    :param particles: number of weights of each image in the second stage.
     :param warmup: transitions before the draws of appendix D.
     """
     with warnings.catch_warnings():
-        # Of the first stage's k-hat, which is not what is reported.
+        # Warnings about the k-hat of the first stage, which is not reported.
         warnings.simplefilter("ignore", UserWarning)
         result = refine(
             vae.model,
@@ -105,7 +105,7 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
         warnings.simplefilter("ignore", UserWarning)
         papers = appendix_d(vae, x, guide, 50, warmup)
     values, errors = evidence.log_evidence, evidence.standard_error
-    return Verdict(
+    return Estimates(
         values.mean().item(),
         values.std().item() / len(values) ** 0.5,
         errors.square().sum().sqrt().item() / len(values),

@@ -452,7 +452,7 @@ def refused(make, match, **options):
 
 def test_what_is_refused_at_a_step():
     refused(lambda: DiscreteMixture(N=3), "MonteCarloEM moves latents along gradients.* 'z' is")
-    refused(SequentialPlate, "one vectorised plate.*or persistent=False", persistent=True)
+    refused(SequentialPlate, "one vectorized plate.*or persistent=False", persistent=True)
 
 
 def test_chains_of_other_data_are_refused():

@@ -21,24 +21,23 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
-from pyro_mcvae.programs.progress import with_progress
 from pyro_mcvae.programs.run import Programs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# Where the chain of each datum stands, from one visit to the next.
+# The position of the chain of each datum between steps.
 
 
 class ChainStates(nn.Module):
     """
-    One chain per datum, found again by the indices of its plates.
+    The states of one chain per datum, identified by the indices of the plates.
 
-    The buffers are made at the first visit, and are part of ``state_dict()``.
+    The buffers are created in the first step, and are part of ``state_dict()``.
 
     :ivar positions: shape ``[K, *full plates, D]``.
-    :ivar visited: which data have a chain, shape ``[*full plates]``.
+    :ivar visited: a mask of the data that have a chain, shape ``[*full plates]``.
     """
 
     positions: Tensor | None
@@ -50,7 +49,7 @@ class ChainStates(nn.Module):
         self.register_buffer("visited", None)
 
     def forget(self) -> None:
-        """Drop all positions, as if there had been no call."""
+        """Delete all positions."""
         self.positions = self.visited = None
 
     def resume(self, sample: WeightedParticles, drawn: Tensor) -> Tensor:
@@ -66,13 +65,14 @@ class ChainStates(nn.Module):
             self.visited = torch.zeros(sizes, dtype=torch.bool, device=drawn.device)
         self._check(sample, drawn)
         known = self.visited[index] if index else self.visited
-        stored = self.positions[_of_all_chains(index)]
+        of_all_chains: tuple[slice | Tensor, ...] = (slice(None), *index)
+        stored = self.positions[of_all_chains]
         return torch.where(known[..., None], stored.to(drawn), drawn)
 
     @torch.no_grad()
     def keep(self, sample: WeightedParticles, positions: Tensor) -> None:
         """
-        Remember where the minibatch's chains have got to.
+        Store the positions of the minibatch's chains.
 
         :param positions: shape ``[K, *plates, D]``.
         """
@@ -94,14 +94,14 @@ class ChainStates(nn.Module):
         if self.positions.shape != shape:
             raise ValueError(
                 f"the chains of an earlier step have shape {tuple(self.positions.shape)} "
-                f"[particles, *data, numbers per datum], but the programs now need {shape}: make a "
-                f"new MonteCarloEM for other data, or pass persistent=False"
+                f"[particles, *data, numbers per datum], but {shape} is needed: create a new "
+                f"MonteCarloEM for other data, or pass persistent=False"
             )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: object
     ) -> None:
-        # The chains saved may be those of data that this object has not seen.
+        # The saved chains may belong to data that this object has not used.
         for name in ("positions", "visited"):
             saved = state_dict.get(prefix + name)
             if saved is not None:
@@ -113,8 +113,8 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
     """Return the indices of the minibatch in each plate, broadcast against each other."""
     if len(sample.blocks) != 1 or len(sample.blocks[0].dims) != len(sample.blocks[0].plates):
         raise ValueError(
-            "persistent=True finds the chains of a datum by the indices of its plates, but the "
-            "programs have several separate plates of data, or sequential ones: use one vectorised "
+            "persistent=True identifies the chains of a datum by the indices of its plates, but "
+            "there are several separate plates of data, or sequential ones: use one vectorized "
             "plate, pyro.plate('data', N, dim=-1), or persistent=False"
         )
     frames = sample.frames[0]
@@ -125,52 +125,8 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
     )
 
 
-def _of_all_chains(index: tuple[Tensor, ...]) -> tuple[slice | Tensor, ...]:
-    return (slice(None), *index)
-
-
 def _full_sizes(sample: WeightedParticles) -> tuple[int, ...]:
     return tuple(f.full_size or f.size for f in sample.frames[0])
-
-
-# What a step was called with, to tell whether the next one is of the same.
-
-
-@dataclass
-class Call:
-    """
-    The programs of a step, its arguments, and what the programs read besides these.
-
-    :param Programs programs: of the step.
-    :param executed: the functions that the step has executed.
-    """
-
-    programs: Programs
-    executed: ExecutedCode
-
-    def __post_init__(self) -> None:
-        self._leaves = _leaves(self.programs)
-        roots = (*self.programs.pair, *self._leaves)
-        self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
-
-    def is_same(self, programs: Programs) -> bool:
-        """Return whether another step has the same programs and unchanged data."""
-        if self._read.unsupported or programs.pair != self.programs.pair:
-            return False
-        leaves = _leaves(programs)
-        same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
-        return same and self._read.changed() is None
-
-
-def _leaves(programs: Programs) -> list[object]:
-    leaves: list[object] = tree_leaves((programs.args, programs.kwargs))
-    return leaves
-
-
-def _same_leaf(a: object, b: object) -> bool:
-    if a is b:
-        return True
-    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b
 
 
 # Monte Carlo EM by Hamiltonian Monte Carlo per datum, for programs with continuous latents.
@@ -179,72 +135,92 @@ def _same_leaf(a: object, b: object) -> bool:
 @dataclass
 class _Draw:
     """
-    Posterior draws of a minibatch that serve several updates.
+    Posterior draws of a minibatch for several updates.
 
-    :ivar call: the model, the guide and the data that they were drawn for.
+    :ivar programs: the model, the guide and the data that they were drawn for.
+    :ivar executed: the functions that the step has executed.
     :ivar num_left: the number of further updates.
     """
 
     sample: WeightedParticles
-    call: Call
+    programs: Programs
+    executed: ExecutedCode
     num_left: int
+
+    def __post_init__(self) -> None:
+        self._leaves: list[object] = tree_leaves((self.programs.args, self.programs.kwargs))
+        roots = (*self.programs.pair, *self._leaves)
+        self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
+
+    def serves(self, programs: Programs) -> bool:
+        """Return whether a step has the same programs and unchanged data."""
+        if self._read.unsupported or programs.pair != self.programs.pair or not self.num_left:
+            return False
+        leaves = tree_leaves((programs.args, programs.kwargs))
+        same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
+        return same and self._read.changed() is None
+
+
+def _same_leaf(a: object, b: object) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b
 
 
 class MonteCarloEM(ChainELBO):
     r"""
-    Monte Carlo expectation maximisation [1], a baseline of Kingma and Welling [2, appendix E].
+    Monte Carlo expectation maximization [1], a baseline of Kingma and Welling [2, appendix E].
 
-    The model's gradient is that of the complete-data likelihood at draws from the posterior,
+    The gradient of the model is that of the complete-data likelihood at posterior draws:
 
     .. math::
         \nabla_\theta \log p_\theta(x_n)
             = E_{p_\theta(z \mid x_n)} \nabla_\theta \log p_\theta(x_n, z)
             \approx \frac{1}{K} \sum_k \nabla_\theta \log p_\theta(x_n, z_{nk}),
 
-    which come from ``num_steps`` transitions of a Markov kernel that leaves the posterior
-    invariant, accepted or rejected per datum. The gradient is exact in expectation if the chains
-    have reached the posterior, and otherwise biased.
+    The draws come from ``num_steps`` transitions of a Markov kernel that leaves the posterior
+    invariant. Moves are accepted or rejected per datum. The gradient is exact in expectation if the
+    chains have reached the posterior, and biased otherwise.
 
-    * **Start.** A chain starts at a draw of the guide and moves the guide's noise. The guide trains
-      with the plain ELBO, so that starts improve during training. With a guide without parameters,
-      such as the prior, this is the classic algorithm. With ``persistent=True`` the chain of each
-      datum continues from its last position, and only the first start is a draw of the guide. This
-      stores a state for each datum. The indices of the plates must then identify the data:
-      ``pyro.plate("data", N, subsample=indices)`` for minibatches from a loader, or
-      ``subsample_size=``; never ``pyro.plate("data", len(x))`` around varying minibatches. The
-      chains are saved and loaded with ``state_dict()``; in a distributed run each rank has its own.
-    * **Several updates per draw.** A draw costs many times an update. With ``updates_per_draw=5``,
-      as in [2], steps 2 to 5 after a draw use it again: call ``svi.step`` five times with the same
-      arguments. If a plate draws its own minibatch, that minibatch is reused. If the arguments
-      change (other tensors, or written to), new draws are made.
-    * **Global latents** are drawn from their guide and trained by the ELBO, unless ``joint=True``
-      moves them with the local ones.
+    * **Start.** A chain starts from a draw of the guide and moves the guide's noise. The guide is
+      trained with the plain ELBO, so that the starting points improve during training. With a guide
+      without parameters, such as the prior, this is the classic algorithm. With ``persistent=True``
+      the chain of each datum continues from its last position, and only the first starting point is
+      a draw of the guide. This stores a state for each datum. The indices of the plates must then
+      identify the data: use ``pyro.plate("data", N, subsample=indices)`` for minibatches from a
+      loader, or ``subsample_size=``, but not ``pyro.plate("data", len(x))`` for varying
+      minibatches. The chains are saved and loaded with ``state_dict()``. In a distributed run each
+      rank has separate chains.
+    * **Several updates per draw.** A draw is much more expensive than an update. With
+      ``updates_per_draw=5``, as in [2], five steps use the same draw: call ``svi.step`` five times
+      with the same arguments. If a plate draws a minibatch, this minibatch is reused. If the
+      arguments change (other tensors, or changed in place), new draws are made.
+    * **Global latents** are drawn from the guide and trained with the ELBO. With ``joint=True``
+      they move together with the local latents.
 
-    The value reported is the plain ELBO of the guide, before its draws are moved: a lower bound
-    that is comparable with other objectives, although it is not maximised. With a poor guide (a
-    prior) it is loose: evaluate the model by its evidence.
+    The reported value is the plain ELBO of the guide, before the draws are moved. It is a lower
+    bound that is comparable with other objectives, although it is not maximized. With a poor guide
+    (such as the prior) it is loose, so evaluate the model by its evidence.
 
-    :param int num_steps: transitions per draw.
-    :param Kernel kernel: an adjusted one; by default ``HMC`` with 10 leapfrog steps and a jitter of
-        0.3, whose step size adapts to an acceptance of 0.9.
-    :param int num_particles: independent chains per datum, averaged.
-    :param int updates_per_draw: steps that use a draw.
+    :param int num_steps: the number of transitions per draw.
+    :param Kernel kernel: an adjusted kernel; by default ``HMC`` with 10 leapfrog steps and a jitter
+        of 0.3, whose step size adapts to an acceptance of 0.9.
+    :param int num_particles: the number of independent chains per datum, which are averaged.
+    :param int updates_per_draw: the number of steps that use a draw.
     :param bool persistent: continue the chain of each datum from its last position.
     :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents;
         The default is ``"latent"`` for persistent chains, so that training the guide does not move
         them, and ``"noise"`` otherwise.
     :param bool joint: move global latents together with local ones; without subsampled plates
         only.
-    :param progress: show a bar of a draw's transitions, as :func:`log_evidence` does; None for
-        draws of more than two seconds.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
-        :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is the guide's.
-    :ivar states: the states of persistent chains; None without.
-    :raises ValueError: for counts below 1, an unadjusted kernel; at the first step for discrete
-        latents, for programs in which no latent can be weighed by itself, and with ``persistent``
-        for several separate plates of data or sequential ones.
+        :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is that of the guide.
+    :ivar states: the states of persistent chains; None otherwise.
+    :raises ValueError: for counts below 1 and an unadjusted kernel; in the first step for discrete
+        latents, for models and guides in which no latent has a separate weight, and with
+        ``persistent`` for several separate plates of data or sequential plates.
 
     [1] Wei, Tanner (1990), *A Monte Carlo Implementation of the EM Algorithm*.
     [2] Kingma, Welling (2014), *Auto-Encoding Variational Bayes*.
@@ -270,7 +246,7 @@ class MonteCarloEM(ChainELBO):
     """
 
     _adjusted = True
-    _has_slots = False  # a draw of the posterior has one value of each
+    _has_slots = False  # a posterior draw has one value for each
 
     def __init__(
         self,
@@ -282,7 +258,6 @@ class MonteCarloEM(ChainELBO):
         persistent: bool = False,
         coordinates: ChainCoordinates | None = None,
         joint: bool = False,
-        progress: bool | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         check_options(type(self), options)
@@ -290,7 +265,6 @@ class MonteCarloEM(ChainELBO):
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
-        check_flag("progress", progress, or_none=True)
         if kernel is None:
             kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
         if coordinates is None:
@@ -306,24 +280,23 @@ class MonteCarloEM(ChainELBO):
             joint,
             **options,
         )
-        self.updates_per_draw, self.progress = updates_per_draw, progress
+        self.updates_per_draw = updates_per_draw
         self.persistent = persistent
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
         self._executed: ExecutedCode | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy makes its own draws: these hold the graph of the last step.
+        # A copy makes new draws, because these have the graph of the last step.
         return {**self.__dict__, "_draw": None, "_executed": None}
 
     def _load_from_state_dict(self, *args: object) -> None:
-        self._draw = None  # made by another state
+        self._draw = None  # drawn with another state
         super()._load_from_state_dict(*args)
 
     def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
-        served = draw is not None and draw.num_left > 0 and draw.call.is_same(programs)
-        if torch.is_grad_enabled() and draw is not None and served:
+        if torch.is_grad_enabled() and draw is not None and draw.serves(programs):
             sample = self.sampler.replay_detached(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
@@ -333,7 +306,7 @@ class MonteCarloEM(ChainELBO):
             return super().estimate(programs)
 
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
-        """Take a step with earlier draws; its value is the guide's ELBO of the same minibatch."""
+        """Take a step with earlier draws. The value is the ELBO of the guide on this minibatch."""
         with torch.no_grad():
             fresh = self.sampler.resample(programs, draw.sample, sample.num_particles)
             bound = fresh.log_weight.mean(0)
@@ -342,8 +315,8 @@ class MonteCarloEM(ChainELBO):
         shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
 
         def finish() -> None:
-            draw.num_left -= 1
-            draw.call = Call(programs, draw.call.executed)  # what the programs have written now
+            # Again, with what the programs have written now.
+            self._draw = replace(draw, programs=programs, num_left=draw.num_left - 1)
 
         surrogate = as_scalar(local + shared)
         return replace(
@@ -370,8 +343,7 @@ class MonteCarloEM(ChainELBO):
         target = Target(density, log_weight.new_ones(()), movable)
         state, infos = start, []
         with torch.no_grad():
-            steps = range(self.num_steps)
-            for _ in with_progress(steps, "posterior draw", self.progress, "transition"):
+            for _ in range(self.num_steps):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)
@@ -384,7 +356,7 @@ class MonteCarloEM(ChainELBO):
         return chain
 
     def _adapt(self, chain: Chain) -> None:
-        """After a step that succeeded: adapt, and keep where the chains stand."""
+        """Adapt the step size and store the positions of the chains after a successful step."""
         super()._adapt(chain)
         sample, log_weight = self._latest
         del self._latest
@@ -392,8 +364,8 @@ class MonteCarloEM(ChainELBO):
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1 and self._executed is not None:
-            call = Call(log_weight.programs, self._executed)
-            self._draw = _Draw(sample, call, self.updates_per_draw - 1)
+            left = self.updates_per_draw - 1
+            self._draw = _Draw(sample, log_weight.programs, self._executed, left)
 
     def _wrong_kernel(self, name: str) -> str:
         return (
@@ -411,5 +383,5 @@ class MonteCarloEM(ChainELBO):
 
 
 def _model_log_prob(sample: WeightedParticles) -> Tensor:
-    """log p(x, z) of the local latents, shape ``[K, *plates]``."""
+    """Return log p(x, z) of the local latents, shape ``[K, *plates]``."""
     return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)

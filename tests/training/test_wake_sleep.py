@@ -520,14 +520,16 @@ def test_factors():
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(slope() * x, 0.5))
 
-    refused(model, guide, "factor 'prefer' depends on 'z'.*cannot dream", make_data(), True)
+    refused(
+        model, guide, "factor 'prefer' depends on 'z'.*no data can be simulated", make_data(), True
+    )
     assert math.isfinite(WakeSleep().loss_and_grads(model, guide, make_data(), False))
 
 
 def test_guides_without_a_density_of_the_models_latents():
     exact = Linear()
     auto = AutoNormal(exact.model)
-    refused(exact.model, auto, "of which the model's dream has no value", exact.x)
+    refused(exact.model, auto, "for which the model simulates no value", exact.x)
     messenger = AutoNormalMessenger(exact.model)
     refused(exact.model, messenger, "AutoNormalMessenger runs both at once", exact.x)
 
@@ -572,7 +574,7 @@ def test_improper_priors():
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(slope() * x, 0.5))
 
-    refused(model, guide, "cannot dream.*cannot be drawn from", make_data())
+    refused(model, guide, "no data can be simulated.*has no draws", make_data())
 
 
 @pytest.mark.parametrize("count", [0, 1.0, True])

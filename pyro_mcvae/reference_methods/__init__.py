@@ -1,1 +1,0 @@
-"""What objectives are compared with: wake-sleep and Monte Carlo EM."""
