@@ -387,7 +387,7 @@ def _driver(outlined: Outline, example: list[Tensor]) -> Run:
     from torch._inductor import config
 
     def compile(graph: GraphModule, example: list[Tensor], inner: bool) -> Callable[[], Run]:
-        with config.patch({"size_asserts": False, "alignment_asserts": False}):
+        with config.patch({n: False for n in _ASSERTS if hasattr(config, n)}):
             call = _inductor(graph, example)
         return lambda: _unboxed(call, _Memory(call) if inner else contextlib.nullcontext())
 
@@ -415,8 +415,8 @@ def _unboxed(
     return run
 
 
-# The memory of more bytes is not kept between steps.
-_SMALL = 16_384
+# What bodies check of each tensor, at a tenth of their time; tensors of more bytes are not kept.
+_ASSERTS, _SMALL = ("size_asserts", "alignment_asserts"), 16_384
 
 
 class _Memory:
@@ -426,7 +426,7 @@ class _Memory:
     """
 
     def __init__(self, call: Callable[..., object]) -> None:
-        self._names = getattr(getattr(call, "__func__", None), "__globals__", {})
+        self._names = getattr(getattr(call, "__func__", call), "__globals__", {})
         self._allocate: Any = self._names.get(_ALLOCATE)
         self._kept: list[Tensor | None] = []
 

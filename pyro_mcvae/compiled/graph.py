@@ -132,6 +132,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
+    _out_of_place(graph)
     _numbers_to_full(recorded)
     _simplify(graph)
     _fold(graph)
@@ -189,6 +190,19 @@ def _simplify(graph: Graph) -> None:
             alike &= node.target == _aten.clone.default or node.args[1] == 1
         if alike:
             node.replace_all_uses_with(source)
+
+
+def _out_of_place(graph: Graph) -> None:
+    """Compute a new tensor where an operation writes to one that nothing else reads."""
+    for node in graph.nodes:
+        source, name = node.args[0] if node.args else None, getattr(node.target, "_opname", "")
+        if not (name.endswith("_") and isinstance(source, Node) and _is_pure(source)):
+            continue
+        kinds = [getattr(n.meta.get("tensor_meta"), "dtype", None) for n in node.all_input_nodes]
+        alone = list(source.users) == [node] and viewed_by(source) is None and not is_draw(node)
+        new = getattr(getattr(_aten, name[:-1], None), node.target._overloadname, None)
+        if alone and new is not None and None not in kinds and len(set(kinds)) == 1:
+            node.target = new
 
 
 def _numbers_to_full(recorded: GraphModule) -> None:

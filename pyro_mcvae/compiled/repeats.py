@@ -154,8 +154,9 @@ def _find_cuts(items: _Items) -> set[int]:
                 distances[i - last.get(token, i)] += 1
                 last[token] = i
         del distances[0]
-        periods = [1, *(p for p, _ in distances.most_common(12) if p <= _LONGEST)]
-        found = [_copies(tokens, items.sources, p) for p in periods]
+        common = distances.most_common(12)
+        periods = [p for p, n in common if p <= _LONGEST and n >= _SHORTEST]
+        found = [list[tuple[int, int]](), *(_copies(tokens, items.sources, p) for p in periods)]
         # The one that leaves the fewest operations to compile.
         best = max(found, key=lambda c: sum(e - b for b, e in c) - sum({e - b for b, e in c}))
         if not best:

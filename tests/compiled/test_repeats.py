@@ -1,9 +1,13 @@
 """What repeats in a recorded graph is compiled once, and computes what the recording does."""
 
+import contextlib
+import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
@@ -18,12 +22,13 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
+from pyro_mcvae.compiled import backends
 from pyro_mcvae.compiled.backends import quick, same_bits
-from pyro_mcvae.compiled.graph import as_function
+from pyro_mcvae.compiled.graph import as_function, join_parts
 from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.ops.tensors import Generators
-from tests.compiled.programs import Net, batches, make
+from tests.compiled.programs import Net, batches, make, reasons
 
 Function = Callable[..., list[Tensor]]
 
@@ -107,13 +112,36 @@ def sizes_of(counts: tuple[int, ...], **options: bool) -> list[int]:
 
 
 def test_a_chain_of_any_length_is_compiled_in_the_same_time() -> None:
-    assert max(sizes_of((6, 16))) < 200
+    assert max(sizes_of((6, 16))) < 250
 
 
 @pytest.mark.parametrize("option", ["dropout", "odd", "constant", "shape"])
 def test_copies_that_are_none(option: str) -> None:
     """Draws that depend on others, an operation, a number, or a shape, in one transition."""
     sizes_of((10,), **{option: True})
+
+
+@pytest.mark.parametrize("kind", ["entries", "slices", "both"])
+def test_gradients_of_parts_are_stacked(kind: str) -> None:
+    """Also where a part is read twice, and others are not read at all."""
+    x = nn.Parameter(torch.randn(20, 2))
+
+    def function(y: Tensor) -> list[Tensor]:
+        total = y.sum()
+        for t in [*range(2, 8), *range(2, 8)]:
+            if kind != "slices":
+                total = (total + x[t] * y).sin().sum()
+            if kind != "entries":
+                total = (total + x[2 * t : 2 * t + 2] * y).cos().sum()
+        return list(torch.autograd.grad(total + x.square().sum(), [x]))
+
+    graph, example = recorded(function, torch.randn(2))
+    joined = copy.deepcopy(graph)
+    join_parts(joined.graph, 3)
+    joined.recompile()
+    targets = [str(n.target) for n in joined.graph.nodes]
+    assert not any("select_backward" in t or "slice_backward" in t for t in targets)
+    torch.testing.assert_close(joined(*example), graph(*example), rtol=1e-14, atol=1e-14)
 
 
 def test_what_does_not_repeat_is_left_alone() -> None:
@@ -148,10 +176,99 @@ CHAINS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "SIS" else []) for n in CHAINS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
 def test_steps_of_chains(name: str) -> None:
     """A transition more costs less than a hundredth of what a transition has."""
     short, long = (outlined(*step_of(CHAINS[name](k), make(), 0.5)) for k in (6, 8))
     assert long.size - short.size < 10
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies are replayed, where they would be compiled."""
+
+    def replayed(graph: GraphModule, _: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+        run = quick(graph)
+        return lambda inputs: list(run(*inputs))
+
+    monkeypatch.setattr(backends, "_inductor", replayed)
+    monkeypatch.setattr(backends, "in_one_file", contextlib.nullcontext)
+
+
+def test_training_and_evaluation_of_masked_minibatches(
+    no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, mask = torch.randn(12), torch.arange(12) % 3 > 0
+
+    def model() -> None:
+        with pyro.plate("data", 12, subsample_size=4) as index:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            with pyro.poutine.mask(mask=mask[index]):
+                pyro.sample("x", dist.Normal(z, 1.0), obs=data[index])
+
+    def guide() -> None:
+        slope = pyro.param("slope", torch.tensor(0.1))
+        with pyro.plate("data", 12, subsample_size=4) as index:
+            pyro.sample("z", dist.Normal(slope * data[index], 0.7))
+
+    runs = []
+    for wrap in (lambda loss: loss, CompiledELBO):
+        pyro.clear_param_store()
+        loss = wrap(TraceSIS_ELBO(5, max_plate_nesting=1))
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        torch.manual_seed(1)
+        losses = [svi.step() for _ in range(7)] + [svi.evaluate_loss() for _ in range(6)]
+        runs.append([*losses, pyro.param("slope").item(), *loss.last_step.log_weight.tolist()])
+    assert not reasons(loss)
+    assert runs[0] == runs[1]
+    assert caplog.text.count("without those that repeat") == 2
+    assert "cannot compile" not in caplog.text
+
+
+def test_an_input_of_another_layout_is_refused(no_compiler: None) -> None:
+    graph, example = recorded(Chain(6), torch.randn(3, 4))
+    run = backends.Backend("inductor", {}).compile(graph, example)
+    with pytest.raises(RuntimeError, match="an input has another layout"):
+        run(*(t.t() if t.dim() == 2 else t for t in example))
+
+
+def test_small_memory_of_bodies_is_kept_between_steps() -> None:
+    names: dict[str, Any] = {"torch": torch, "empty_strided_cpu": torch.empty_strided}
+    code = """
+def call(self, args):
+    small, large = empty_strided_cpu((3,), (1,)), empty_strided_cpu((9000,), (1,))
+    return [torch.add(args[0], 1, out=small), large]
+"""
+    exec(code, names)
+    call = types.MethodType(names["call"], None.__class__)
+    memory, results = backends._Memory(call), []
+    for i in range(3):
+        with memory:
+            results.append(call([torch.full((3,), float(i))]))
+        assert names["empty_strided_cpu"] is torch.empty_strided
+    assert results[0][0] is results[1][0] is results[2][0]
+    assert results[2][0].tolist() == [3.0, 3.0, 3.0]
+    assert len({id(large) for _, large in results}) == 3
+
+
+@pytest.mark.slow
+def test_compiled_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many kernels for any length; what a step returned stays as it is in the next one."""
+    counts, compile = [], backends._inductor
+    for count in (6, 16):
+        graph, example = recorded(Chain(count), torch.randn(3, 4))
+        kernels: list[int] = []
+
+        def counted(*args: Any, kernels: list[int] = kernels) -> Any:
+            kernels.append(1)
+            return compile(*args)
+
+        monkeypatch.setattr(backends, "_inductor", counted)
+        run = backends.Backend("inductor", {}).compile(graph, example)
+        counts.append(len(kernels))
+        first = run(*example)
+        before = [t.clone() for t in first]
+        run(*(2 * t for t in example))
+        assert all(same_bits(a, b) for a, b in zip(first, before, strict=True))
+    assert counts[0] == counts[1]
