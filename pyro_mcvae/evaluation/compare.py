@@ -218,9 +218,9 @@ class Comparison(dict[str, TrainedCopy]):
                 ]
             )
         units = (
-            f"nats per weight, from ELBO on of the evaluated data; ± Monte Carlo error, of "
-            f"differences over the weights; ESS: effective sample size of "
-            f"{self[first].guide.num_particles} particles, median"
+            f"nats per weight; columns from ELBO on: evaluated data; ± Monte Carlo error, for "
+            f"differences the error over the weights; ESS: median effective sample size of "
+            f"{self[first].guide.num_particles} particles"
         )
         stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
         return "\n".join([filled(units), table(rows), *map(filled, [*stopped, self.verdict])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import textwrap
@@ -23,6 +24,8 @@ from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
+
+_logger = logging.getLogger(__name__)
 
 # Numbers with errors, and tables of them, as text.
 
@@ -231,10 +234,10 @@ def fraction(flags: Tensor) -> float:
 
 def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
     """
-    Format a number with its error. The error is unknown if, for more than a twentieth of the
-    weights, a few draws dominate.
+    Format a number with its error. The error is unknown if a few draws dominate for more than a
+    twentieth of the weights, or if most weights have tails that are too heavy.
     """
-    known = fraction(evidence.few) <= 0.05
+    known = fraction(evidence.few) <= 0.05 and fraction(evidence.unreliable) <= 0.5
     return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
 
 
@@ -296,7 +299,7 @@ def log_evidence(
     * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
       unobserved site of ``obs_mask=``) count in the model too, by their own prior, if no counted
       factor of the model depends on them. The evidence is then that of the observed entries.
-      Training objectives use the masks as they are, as Pyro's do, and are then no bounds.
+      The objectives of this package do the same.
     * **Without latents**: if all latents are summed and the guide draws nothing, the evidence is
       exact.
     * **A TruncatedPosterior** raises an error. Its bound on log p(x), which is exact on its states,
@@ -362,7 +365,17 @@ def log_evidence(
     programs = make_programs(model, guide, args, model_kwargs)
     check_flag("keep_log_weight", keep_log_weight)
     with weights_of(programs, settings, settings.annealing()) as weights:
-        return estimate(weights, settings.num_particles, keep_log_weight)
+        result = estimate(weights, settings.num_particles, keep_log_weight)
+    bad, n = int((result.unreliable | result.few).sum()), result.pareto_k.numel()
+    if bad > 0.05 * n:
+        _logger.warning(
+            "the evidence of %d of %d weights is too low by an unknown amount: Pareto k is above "
+            "0.7, or fewer than 10 draws have all of the weight. Use report(...), which runs "
+            "longer chains, a schedule with coordinates='whitened', or a better guide",
+            bad,
+            n,
+        )
+    return result
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:

@@ -244,7 +244,8 @@ def refine(
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 
-    A warning is logged if :math:`\hat k` of the candidates' weights is above 0.7.
+    A warning is issued if :math:`\hat k` of the weights is above 0.7, also for one candidate per
+    draw: then the chains, not only their selection, miss a part of the posterior.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -299,11 +300,15 @@ def refine(
             None if annealing is None else annealing.kernel.step_size().detach().clone()
         )
     bad = int((draws.pareto_k > 0.7).sum())
-    if candidates > 1 and bad:
+    if bad:
+        remedy = "Use chains (schedule=10, coordinates='whitened')"
+        if annealing is not None:
+            remedy = "Use coordinates='whitened' or more steps; report() shows what is enough"
         warnings.warn(
             f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
             f"posteriors (largest {float(draws.pareto_k.max()):.2f}): draws may miss the same "
-            f"regions as the guide. Use chains (schedule=10 or more), or num_transitions",
+            f"regions as the guide. {remedy}, or make the latents of the model independent a "
+            f"priori",
             stacklevel=2,
         )
     return draws

@@ -59,7 +59,8 @@ class Report:
     """
     The result of :func:`report`. Tensors have one entry per datum, shape ``[*plates]``.
 
-    :ivar evidence: the :class:`.LogEvidence` to compare with: by chains, if they ran.
+    :ivar evidence: the :class:`.LogEvidence` to compare with: by chains, if they ran, and by those
+        from the prior if these reliably find more.
     :ivar guide: the :class:`.LogEvidence` by importance sampling with the guide alone, whose
         effective sample size and k-hat measure how well the guide covers the posterior.
     :ivar discrete: the guide's discrete sites.
@@ -109,6 +110,8 @@ class Report:
         """
         Return whether the guide misses a part of the posterior, of one datum or of all together.
         """
+        if self.evidence is self.prior:
+            return True
         more, error, counts, _ = self._excess(self.prior)
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
@@ -189,10 +192,14 @@ class Report:
             return f"Next: use {loss}, or let {sites} depend on each other in the guide."
         count = 100 if self.gap.numel() == 1 else 10
         loss, more = f"TraceIWAE_ELBO(num_particles={count})", "particles"
-        then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
         if gap > _TENS:
             loss, more = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)", "steps"
-            then = f"; or {richer}"
+        if self.gap.numel() == 1:  # a full-rank guide is cheaper than any of them
+            return f"Next: use {richer}; then {loss}, with more {more} if needed."
+        then = (
+            "; for a gap of ten nats, TraceSIS_ELBO" if more == "particles" and heavy > _FEW else ""
+        )
+        then = then or f"; or {richer}"
         return f"Next: use {loss}, with more {more} if you trained with it already{then}."
 
     def __str__(self) -> str:
@@ -208,7 +215,10 @@ class Report:
             f"nats per weight; {n} weights{plates}; medians of k and ESS; chains by their start",
             table(rows),
         ]
-        lines.append(f"ELBO {float(self.bound.mean()):.3f}, gap {float(self.gap.mean()):.3f}")
+        gap = f"ELBO {float(self.bound.mean()):.3f}, gap {float(self.gap.mean()):.3f}"
+        if self.evidence.labellings is not None and self.evidence.labellings.added:
+            gap += f", {self.evidence.labellings.added:.3f} of it for labellings"
+        lines.append(gap)
         if n > 1:
             worst = (f"{i[0] if len(i) == 1 else i} ({gap:.2f})" for i, gap in self.worst())
             lines.append(f"largest gaps: {', '.join(worst)}")
@@ -319,7 +329,18 @@ def report(
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
         )
+        if not isinstance(prior, str) and _finds_more(prior, evidence):
+            evidence = prior
         return Report(evidence, plain, weights.discrete, prior, chains, no_chains)
+
+
+def _finds_more(prior: LogEvidence, evidence: LogEvidence) -> bool:
+    """Return whether chains from the prior are reliable and find more evidence in all."""
+    if fraction(prior.unreliable | prior.few) > _FEW:
+        return False
+    more = float(prior.total - evidence.total)
+    errors = torch.hypot(prior.total_standard_error, evidence.total_standard_error)
+    return more > _CLOSE and more > 3 * float(errors)
 
 
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:

@@ -221,7 +221,7 @@ def test_it_prints_and_plots(tmp_path):
     text = str(result)
     for part in (
         "own bound, training",
-        "from ELBO on of the evaluated data",
+        "columns from ELBO on: evaluated data",
         "over ELBO",
         "k > 0.7",
         "ESS",
