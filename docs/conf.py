@@ -108,8 +108,20 @@ def separate_references(app, what, name, obj, options, lines) -> None:
                 lines[j] = "  " + lines[j]
 
 
+def signature_of_init(app, what, name, obj, options, signature, returns):
+    """Return the signature of a class whose ``__new__`` takes any arguments."""
+    if signature == "(*args, **kwargs)" and inspect.isclass(obj):
+        signature = inspect.signature(obj)
+        parameters = [
+            p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+        ]
+        return str(inspect.Signature(parameters)), None
+    return None
+
+
 def setup(app) -> None:
     copy_notebooks()
     list_names()
     app.connect("autodoc-process-docstring", separate_references)
+    app.connect("autodoc-process-signature", signature_of_init)
     app.connect("source-read", read_in_place)

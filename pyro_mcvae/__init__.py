@@ -42,7 +42,7 @@ from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.compare import compare, compare_models
-from pyro_mcvae.evaluation.evidence import log_evidence, log_evidence_loader
+from pyro_mcvae.evaluation.evidence import log_evidence
 from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import sandwich
@@ -102,7 +102,6 @@ __all__ = [
     "load_checkpoint",
     "local_estimate",
     "log_evidence",
-    "log_evidence_loader",
     "refine",
     "register_noise",
     "report",

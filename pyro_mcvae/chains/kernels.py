@@ -481,8 +481,8 @@ class ULA(_Langevin):
     .. math::
         z' = z + \eta \nabla \log \gamma(z) + \sqrt{2 \eta}\, u, \qquad u \sim N(0, I).
 
-    Its stationary density is not :math:`\gamma`, so it serves :class:`~pyro_mcvae.TraceSIS_ELBO`,
-    whose weights hold the densities of the move and of its reverse,
+    Its stationary density is not :math:`\gamma`. Use it with :class:`~pyro_mcvae.TraceSIS_ELBO`,
+    whose weights have the densities of the move and of the reverse move,
     :math:`m(z' \to z) = N(z;\, z' + \eta \nabla \log \gamma(z'),\, 2 \eta)`.
 
     :param step_size: :math:`\eta`; see :class:`Kernel`. Adapts to an acceptance of 0.9 by default.

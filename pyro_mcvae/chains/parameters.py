@@ -315,10 +315,10 @@ class AdaptiveStepSize(StepSize):
         super().__init__()
         if target_acceptance is not None and not 0 < target_acceptance < 1:
             raise ValueError(
-                f"target_acceptance must lie between 0 and 1, got {target_acceptance!r}"
+                f"target_acceptance must be between 0 and 1, got {target_acceptance!r}"
             )
         if not 0 < rate < 1:
-            raise ValueError(f"rate must lie between 0 and 1, got {rate!r}")
+            raise ValueError(f"rate must be between 0 and 1, got {rate!r}")
         self._bounded = bounds is not None
         bounds = _BOUNDS if bounds is None else bounds
         if not 0 < bounds[0] < bounds[1] < math.inf:

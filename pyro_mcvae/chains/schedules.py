@@ -15,12 +15,12 @@ from pyro_mcvae.ops.checks import FixedOptions, check_count
 
 class Schedule(FixedOptions, nn.Module, ABC):
     r"""
-    Base class: a module whose call returns :math:`\beta`, shape ``[num_steps + 1]``.
+    Base class: a module that returns :math:`\beta`, shape ``[num_steps + 1]``.
 
     A custom schedule implements :meth:`forward` and calls ``super().__init__(num_steps)``. Its
-    parameters, if it has any, train with the bound. Its ends are always exactly 0
-    and 1: the weights of a chain that ends elsewhere would not estimate the evidence, while what
-    lies between may be any numbers.
+    parameters are trained with the bound. The first value is always exactly 0 and the last exactly
+    1, because otherwise the weights would not estimate the evidence. The values between may be any
+    numbers.
 
     :param int num_steps: K, the number of annealing steps.
     :raises ValueError: if ``num_steps`` is not an int of at least 1.

@@ -73,7 +73,7 @@ class ScoreNetwork(SizedByChain):
     weights begin at the same values in every process, and draw nothing from the generators.
 
     :param int num_transitions: one vector :math:`a_k` for each transition, the
-        ``num_steps`` of the objective; None for one that serves them all.
+        ``num_steps`` of the objective; None for one vector for all transitions.
     :param int width: the number of hidden units of both layers.
     :raises ValueError: for counts that are not ints of at least 1.
 

@@ -600,8 +600,8 @@ def _state_mismatch(key: FactorKey, sums: str) -> RuntimeError:
 
 _logger = logging.getLogger(__name__)
 
-# Programs with stochastic structure have many sizes: the first ones are all compared, and then one
-# in so many.
+# Programs with stochastic structure have many sizes: the first ones are all compared, and later
+# only a fraction.
 _AT_ONCE, _THEN_ONE_IN = 64, 16
 
 

@@ -60,8 +60,8 @@ def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> f
         raise ValueError(f"defensive must be a number from 0 to below 1, got {weight!r}")
     if weight and reweighted:
         raise ValueError(
-            f"defensive={weight} keeps diverged chains from deciding a step, which those of "
-            f"gradient_estimator='reweighted' do not: leave it out"
+            f"defensive={weight} limits the effect of diverged chains, which have none with "
+            f"gradient_estimator='reweighted': leave it out"
         )
     return float(weight)
 

@@ -626,7 +626,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             if term.in_guide and is_discrete(term.site):
                 raise ValueError(
                     f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) can have no "
-                    f"slots, because this guide is a messenger, which runs model and guide at "
-                    f"once: write the guide as a function or module of its own"
+                    f"slots, because this guide is a messenger, which runs model and guide "
+                    f"together: write the guide as a separate function or module"
                 )
         return sample

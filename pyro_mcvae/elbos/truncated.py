@@ -90,7 +90,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         if num_particles != 1:
             raise ValueError(
                 f"TraceTruncated_ELBO sums the states of its guide, and cannot draw num_particles="
-                f"{num_particles}: TruncatedPosterior(..., num_states=...) says how many there are"
+                f"{num_particles}: their number is TruncatedPosterior(..., num_states=...)"
             )
         super()._use_particles(num_particles)
 

@@ -191,7 +191,7 @@ class Comparison(dict[str, TrainedCopy]):
                 f"ELBO is that of {best[0]}."
             ]
         elif len(best) > 1:
-            said = [f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."]
+            said = [f"{', '.join(best[:-1])} and {best[-1]} do not differ significantly by {by}."]
         doubtful = [n for n in self if fraction(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
         if doubtful and self.learns:
             names = ", ".join(doubtful)
@@ -317,8 +317,9 @@ def compare(
     :param int num_steps: the number of training steps of each loss, instead of ``seconds``.
     :param int num_epochs: the number of passes over ``batches``, instead of ``seconds``. The first
         pass determines the steps of an epoch.
-    :param batches: the training data: a DataLoader or another iterable of batches, as in
-        :func:`log_evidence_loader`; or a function that returns an iterable for each epoch.
+    :param batches: the training data: a DataLoader or another iterable of batches; or a function
+        that returns an iterable for each epoch. A tuple or list contains the arguments of the
+        model, a mapping the keyword arguments, and any other batch is the only argument.
     :param to_args: maps a batch to the arguments of the model and guide.
     :param int num_checks: the number of evaluations during training.
     :param int check_particles: the number of particles of these evaluations.
@@ -625,7 +626,7 @@ class ModelComparison(dict[str, LogEvidence]):
         close, doubtful_others = self._close, [n for n in doubtful if n != top]
         said = []
         if len(close) > 1:
-            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+            said.append(f"{', '.join(close)} do not differ significantly: draw more particles.")
         elif not doubtful_others:
             said.append(f"{top} has the highest evidence.")
         if doubtful:
@@ -757,8 +758,8 @@ def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
         if bool((torch.as_tensor(evidence.scale) != 1).any()):
             raise ValueError(
                 f"the evidence of {name!r} is that of a minibatch times N/B, and each model draws "
-                f"another minibatch. Pass all data, in plates that are not subsampled, or compare "
-                f"log_evidence_loader(...).total of each model"
+                f"another minibatch. Pass all data, in plates that are not subsampled, or add up "
+                f"log_evidence(...).log_evidence over the same batches for each model"
             )
         if not math.isfinite(float(evidence.total)):
             raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

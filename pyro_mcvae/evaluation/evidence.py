@@ -5,28 +5,22 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import (
     Options,
-    as_arguments,
-    check_call,
-    check_function,
-    evaluation_mode,
     make_options,
     make_programs,
 )
 from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
-from pyro_mcvae.programs.progress import Progress, with_progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -429,136 +423,3 @@ def estimate(
         annealing is not None and annealing.whitens,
         labellings,
     )
-
-
-def log_evidence_loader(
-    model: Program,
-    guide: Program,
-    batches: Iterable[object],
-    *,
-    to_args: Callable[[Any], object] | None = None,
-    plate: str | None = None,
-    keep_log_weight: bool = False,
-    **options: Any,
-) -> LogEvidence:
-    r"""
-    Estimate the log evidence of the batches of a :class:`~torch.utils.data.DataLoader` or another
-    iterable, concatenated along the data's plate.
-
-    The step size of chains adapts on the first batch and is the same for all other batches.
-    ``total`` is the sum over the data of the loader, for any size that a plate declares.
-
-    :param batches: the batches. A tuple or list contains the arguments of the model, a mapping the
-        keyword arguments, and any other batch is the only argument.
-    :param to_args: a function that converts a batch to one of these, such as
-        ``lambda batch: (batch[0],)`` to omit the labels, or ``lambda batch: (batch[0].cuda(),)``.
-    :param model: a Pyro model.
-    :param guide: its guide.
-    :param str plate: the plate along which the data are batched, if data plates are nested.
-    :param bool keep_log_weight: keep all log weights; the memory then grows with K.
-    :param options: as in :func:`log_evidence`.
-    :returns: a :class:`.LogEvidence`.
-    :raises ValueError: if all data share one weight, because the evidence is then not the sum over
-        batches; for an empty loader; and as :func:`log_evidence`.
-
-    Example::
-
-        >>> def model(x):
-        ...     with pyro.plate("data", len(x)):
-        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-        >>> def guide(x):
-        ...     with pyro.plate("data", len(x)):
-        ...         pyro.sample("z", dist.Normal(x / 2, 0.8))
-        >>> loader = torch.utils.data.DataLoader(torch.randn(10), batch_size=4)
-        >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
-        torch.Size([10])
-    """
-    settings = make_options("log_evidence_loader", options)
-    check_flag("keep_log_weight", keep_log_weight)
-    check_function("to_args", to_args)
-    _check_loader(batches)
-    annealing = settings.annealing()
-    evidences = []
-    with evaluation_mode(model, guide, seed=settings.seed), torch.no_grad():
-        for batch in with_progress(batches, "log evidence", settings.progress):
-            args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
-            programs = Programs(model, guide, args, kwargs)
-            check_call(programs)
-            with outside_inference_mode(programs) as programs:
-                if annealing is not None:
-                    annealing.whitening = None  # the draw belongs to another posterior
-                no_bar = Progress("evaluating", show=False)
-                weights = ImportanceSampler(programs, settings, no_bar, annealing)
-                _check_batches(weights)
-                evidences.append(estimate(weights, settings.num_particles, keep_log_weight))
-    if not evidences:
-        raise ValueError("there was no batch: the loader is empty, or was used up before")
-    return _concatenated(evidences, plate)
-
-
-def _check_loader(batches: object) -> None:
-    """
-    Check that the batches are iterable and will be split correctly.
-
-    :raises ValueError: if they are not an iterable of batches, or would be split incorrectly.
-    """
-    if isinstance(batches, Tensor | Mapping | str):
-        what = f"a tensor of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else None
-        raise ValueError(
-            f"batches must be a DataLoader or another iterable of batches, got "
-            f"{what or type(batches).__name__}, whose entries would be used as batches: pass "
-            f"[data] for a single batch, or data.split(100)"
-        )
-    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-        raise ValueError(
-            f"batches must be a DataLoader or another iterable of batches, got {batches!r}"
-        )
-
-
-def _check_batches(weights: ImportanceSampler) -> None:
-    if any(not block.plates for block in weights.reference.blocks):
-        raise ValueError(
-            "all data of a batch share one weight, so the evidence of several batches is not the "
-            "sum of their evidence: call log_evidence on the full data, or pass joint=False for "
-            "the evidence given one draw of the global latents for each batch"
-        )
-
-
-def _concatenated(evidences: list[LogEvidence], plate: str | None) -> LogEvidence:
-    first, sizes = evidences[0], [f.log_evidence.numel() for f in evidences]
-    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in evidences):
-        raise ValueError(
-            "the batches have different factors outside the data's plates: put these observations "
-            "into the plate"
-        )
-    dim = _dim(first, plate)
-    data = "log_evidence", "standard_error", "effective_sample_size", "pareto_k", "bound"
-    changes: dict[str, Any] = {
-        name: torch.cat([getattr(f, name) for f in evidences], dim) for name in data
-    }
-    rates = [f.acceptance for f in evidences if f.acceptance is not None]
-    if rates:
-        parts = [n * rate for n, rate in zip(sizes, rates, strict=True)]
-        changes["acceptance"] = torch.stack(parts).sum(0) / sum(sizes)
-    log_weights = [f.log_weight for f in evidences if f.log_weight is not None]
-    if log_weights:
-        changes["log_weight"] = torch.cat(log_weights, dim + 1)
-    labellings = [f.labellings for f in evidences if f.labellings is not None]
-    # If the added term of one batch is not known, it may be missing in all batches.
-    changes["labellings"] = min(labellings, key=lambda e: e.added or 0.0, default=None)
-    return replace(first, **changes, scale=1.0)
-
-
-def _dim(first: LogEvidence, plate: str | None) -> int:
-    plates = first.plates
-    if plate is not None and plate not in plates:
-        raise ValueError(f"plate='{plate}', but the weights' plates are {list(plates)}")
-    if len(plates) < 2:
-        return 0
-    if plate is None:
-        raise ValueError(
-            f"each datum is in the plates {list(plates)}: pass the plate along which the data are "
-            f"batched, such as plate='{plates[-1]}'"
-        )
-    return plates.index(plate)

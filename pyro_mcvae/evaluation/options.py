@@ -136,8 +136,6 @@ EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
 
 # The number of steps if a kernel is given without a schedule.
 DEFAULT_STEPS = 10
-# The remedy if chains cannot move the latents.
-LEAVE_OUT = "leave out schedule and kernel, so that importance sampling weighs them"
 # The number of transitions above which recording pays off.
 _LONG = 50
 # Relative step of the adaptation in the first and in the second half of a warm-up.
@@ -150,29 +148,23 @@ class Annealing:
 
     Both are copies, so that an evaluation does not change the user's objects.
 
-    :param int warmup: the number of chains before the evaluation, to which the step size adapts.
-    :param str without: the remedy if chains cannot move the latents.
+    :param options: with a ``schedule`` or a ``kernel``.
     :ivar whitens: whether to estimate white coordinates, which are stored in ``whitening``.
     """
 
     whitening: Whitening | None = None
 
-    def __init__(
-        self,
-        kernel: Kernel | None,
-        schedule: Schedule,
-        coordinates: EvaluatorCoordinates,
-        warmup: int,
-        without: str,
-    ) -> None:
+    def __init__(self, options: Options) -> None:
+        steps = DEFAULT_STEPS if options.schedule is None else None
         with torch.inference_mode(False):  # an adaptive step size is changed in place
-            self.kernel = HMC() if kernel is None else copy.deepcopy(kernel)
-            self.betas = schedule().detach().clone()
-        self.whitens = coordinates == "whitened"
-        self.coordinates: Coordinates = "noise" if coordinates == "whitened" else coordinates
+            self.kernel = HMC() if options.kernel is None else copy.deepcopy(options.kernel)
+            self.betas = as_schedule(options.schedule, steps)().detach().clone()
+        self.whitens = options.coordinates == "whitened"
+        self.coordinates: Coordinates = (
+            "noise" if options.coordinates == "whitened" else options.coordinates
+        )
         self._recorded: RecordedTransition | None = None
-        self.warmup = warmup
-        self.without = without
+        self.warmup = options.warmup
         step_size = self.kernel.step_size
         self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
         self.use(self.coordinates)
@@ -324,16 +316,9 @@ class Options:
         least = int(self.coordinates == "whitened")
         object.__setattr__(self, "warmup", check_count("warmup", self.warmup, least))
 
-    def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:
-        """
-        Return copies of the requested transitions; None without ``schedule`` and ``kernel``.
-
-        :param str without: as in :class:`Annealing`.
-        """
-        if self.schedule is None and self.kernel is None:
-            return None
-        schedule = as_schedule(self.schedule, DEFAULT_STEPS if self.schedule is None else None)
-        return Annealing(self.kernel, schedule, self.coordinates, self.warmup, without)
+    def annealing(self) -> Annealing | None:
+        """Return copies of the requested transitions; None without ``schedule`` and ``kernel``."""
+        return None if self.schedule is None and self.kernel is None else Annealing(self)
 
 
 def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) -> Options:
@@ -346,7 +331,7 @@ def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) ->
     for keyword in (n for n in options if n not in Options.__dataclass_fields__):
         raise TypeError(
             f"{evaluator} has no option '{keyword}': keyword arguments of the model and the guide "
-            f"go into model_kwargs={{'{keyword}': ...}}, or for a loader into its batches"
+            f"go into model_kwargs={{'{keyword}': ...}}"
         )
     return Options(**{**defaults, **options})
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_mcvae.chains.kernels import Target
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.options import LEAVE_OUT, make_options, make_programs
+from pyro_mcvae.evaluation.options import make_options, make_programs
 from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.sampler import WeightedParticles, with_drawn_states
@@ -202,11 +202,6 @@ def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
     return grouped.gather(1, index.expand(-1, -1, *grouped.shape[2:])).squeeze(1)
 
 
-_LEAVE_OUT_ALL = (
-    "leave out schedule, kernel and num_transitions, so that draws are chosen by weight"
-)
-
-
 def refine(
     model: Program,
     guide: Program,
@@ -277,7 +272,7 @@ def refine(
     num_transitions = check_count("num_transitions", num_transitions, 0)
     if num_transitions and settings.schedule is None and settings.kernel is None:
         settings = replace(settings, schedule=1)
-    annealing = settings.annealing(_LEAVE_OUT_ALL if num_transitions else LEAVE_OUT)
+    annealing = settings.annealing()
     if num_transitions and annealing is not None and not annealing.kernel.adjusted:
         raise ValueError(
             f"num_transitions={num_transitions} needs a kernel that leaves the posterior "

@@ -138,11 +138,6 @@ def _check_generative(name: str, site: Site) -> None:
 
 # Bidirectional Monte Carlo: the accuracy of annealed chains on simulated data.
 
-_WITHOUT_CHAINS = (
-    "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
-    "sides of a sandwich are chains)"
-)
-
 
 @dataclass(frozen=True)
 class Sandwich:
@@ -271,7 +266,7 @@ def sandwich(
         )
     if settings.schedule is None and settings.kernel is None:
         settings = replace(settings, schedule=DEFAULT_STEPS)
-    annealing = settings.annealing(_WITHOUT_CHAINS)
+    annealing = settings.annealing()
     assert annealing is not None
     if not annealing.kernel.adjusted:
         raise ValueError(

@@ -308,7 +308,8 @@ class ImportanceSampler:
         if log_weight.plan.discrete and not log_weight.plan.moving:
             raise ValueError(
                 f"chains move latents along gradients, but the guide's site"
-                f"{named(log_weight.plan.discrete)} discrete: {self.annealing.without}, or "
+                f"{named(log_weight.plan.discrete)} discrete: leave out schedule, kernel and "
+                f"num_transitions (both sides of a sandwich are chains: use log_evidence), or "
                 f"marginalize them in the model"
             )
         density = ChainDensity(log_weight)

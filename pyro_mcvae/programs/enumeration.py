@@ -34,7 +34,7 @@ from pyro_mcvae.programs.types import (
 
 # Discrete latents of a model that the guide does not draw: all of their values in parallel.
 #
-# Pyro's enumeration gives each of them a batch dim of its own, to the left of the plates' and of
+# Pyro's enumeration gives each of them a separate batch dim, to the left of the plates' and of
 # the particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
 
 

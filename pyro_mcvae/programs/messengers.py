@@ -126,10 +126,10 @@ def _check_choice(name: str, chosen: Any, drawn: Tensor) -> None:
     if index.shape == drawn.shape and bool((index == drawn).all()):
         return
     raise ValueError(
-        f"plate '{name}' of the model is given the minibatch {_some(chosen)}, and the guide has "
-        f"drawn its latents for {_some(drawn)}, which are not those of these data: give the guide "
-        f"the same subsample=, as by the argument create_plates of an AutoGuide, or let Pyro draw "
-        f"the minibatch, by subsample_size="
+        f"plate '{name}' of the model has the minibatch {_some(chosen)}, and the guide has "
+        f"drawn its latents for {_some(drawn)}: pass the same subsample= in the guide (for an "
+        f"AutoGuide, by the argument create_plates), or let Pyro draw the minibatch with "
+        f"subsample_size="
     )
 
 
@@ -190,7 +190,7 @@ class ModelNoise:
             )
 
 
-# A model that draws what it observes.
+# A model that draws its observed sites.
 
 
 class Unconditioned(UnconditionMessenger):
@@ -242,7 +242,7 @@ class Substitutes:
     :ivar attached: the guide's draws are detached in the model, except at the sites named here and
         in ``values``; None to detach none.
     :ivar noise: random numbers of the model outside sample sites; None to let it draw them.
-    :ivar defers: whether log densities are computed only when they are asked for.
+    :ivar defers: whether log densities are computed only when they are needed.
     """
 
     subsamples: Minibatch = field(default_factory=Minibatch)

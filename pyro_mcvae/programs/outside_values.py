@@ -153,7 +153,7 @@ def _names(code: CodeType, strings: bool) -> dict[str, None]:
     return names
 
 
-# Values besides its arguments that a program reads: globals, closures, attributes, arrays.
+# Values that a program reads besides its arguments: globals, closures, attributes, arrays.
 
 numpy: Any = sys.modules["numpy"]  # Pyro needs it
 
@@ -358,7 +358,7 @@ class Dependencies:
             keys = [k for k in vars(value) if k in value.arg_constraints or k == "base_dist"]
             yield from _named(vars(value), f"'{{}}' of {name}", keys)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
-            self._add_unsupported(f"reads an iterator, {name}: pass what it yields as an argument")
+            self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
             get = functools.partial(_attribute, value)
             yield Entry(get, "num_particles", get("num_particles"), f"num_particles of {name}")
@@ -624,7 +624,7 @@ def _requires_grad(value: Any) -> object:
     return value.requires_grad
 
 
-# Getters of a whole container or array; its items have entries of their own.
+# Getters of a whole container or array; its items have separate entries.
 _SUMMARIES = (len, tuple, frozenset, _flat, _content)
 
 

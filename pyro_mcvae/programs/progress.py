@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from pyro_mcvae.ops.checks import check_flag
@@ -59,15 +58,3 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
-
-
-def with_progress(
-    items: Iterable[object], text: str, show: bool | None, unit: str = "it"
-) -> Iterator[object]:
-    """Yield the items, with a progress bar."""
-    with Progress(text, show, unit) as bar:
-        if isinstance(items, Sized):
-            bar.expect(len(items))
-        for item in items:
-            yield item
-            bar.step()

@@ -154,7 +154,7 @@ def _add_variables(choices: dict[str, Hashable], place: str, variables: Mapping[
 
 def is_messenger(programs: Programs) -> bool:
     """
-    Return whether the guide is a GuideMessenger that runs both programs at once.
+    Return whether the guide is a GuideMessenger, which runs model and guide together.
 
     A GuideMessenger around another program, such as ``poutine.block(model, hide=["y"])``, is an
     ordinary guide: the model has the sites that it hides.
@@ -172,7 +172,7 @@ def _messenger(programs: Programs) -> Any:
 def _not_separate(programs: Programs) -> SiteError:
     return SiteError(
         f"this objective separates the gradients of guide and model, but the guide "
-        f"{type(poutine.unwrap(programs.guide)).__name__} runs both at once: use another "
+        f"{type(poutine.unwrap(programs.guide)).__name__} runs both together: use another "
         f"guide, or, for chains, gradient_estimator='auto'"
     )
 
@@ -372,7 +372,7 @@ def terms_of(
     Return the log density of every site of both traces that is a factor of the weight.
 
     :param state_dim: as in :class:`Run`; None if the model drew its enumerated sites.
-    :param bool defers: compute densities when they are first asked for.
+    :param bool defers: compute densities at their first use.
     """
     from_model = model_factors(model_trace, state_dim, defers)
     return (*from_model, *guide_terms(guide_trace, defers))

@@ -15,7 +15,7 @@ _added = WeakIdKeyDictionary()
 
 class StoredModule(nn.Module):
     """
-    A part of an objective that has parameters of its own.
+    A part of an objective that has parameters.
 
     :ivar str param_name: the prefix of its parameters in the store. It is the name of the class,
         with a number if parameters of another module are there: the same program has the same

@@ -136,9 +136,9 @@ def _copied_from(
     if len(sources) != 1:
         where = f"may come from {len(sources)} of them" if sources else "are in none of them"
         raise ValueError(
-            f"the guide must receive drawn data instead of those of site '{name}', which are "
-            f"looked for in the programs' arguments, but {where}: pass the observed tensor itself "
-            f"to model and guide as an argument, or {remedy}"
+            f"the guide must receive simulated data for site '{name}', whose data are "
+            f"searched in the arguments of model and guide, but {where}: pass the observed tensor "
+            f"itself to model and guide as an argument, or {remedy}"
         )
     return sources[0]
 

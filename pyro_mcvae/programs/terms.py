@@ -45,7 +45,7 @@ from pyro_mcvae.programs.types import (
 
 # The density of a guide's draw in Pyro's parts: its value, its score, its path gradient.
 
-# score_parts methods without parts of their own: the default, and those that delegate.
+# score_parts methods without separate parts: the default, and methods that delegate.
 _PLAIN = (
     None,
     *(c.score_parts for c in (PyroDistribution, ExpandedDistribution, MaskedDistribution)),
@@ -172,7 +172,7 @@ class Deferred:
 
     @property
     def shape(self) -> tuple[torch.Size | None, ...]:
-        """Return what determines the shape, beside that of the distribution."""
+        """Return the values that determine the shape, besides that of the distribution."""
         return tuple([getattr(self.site[name], "shape", None) for name in ("value", "mask")])
 
     def log_prob(self) -> Tensor:
@@ -184,7 +184,7 @@ class Term:
     """
     One factor of the weight of one run.
 
-    :ivar density: :attr:`log_prob`, or what computes it when it is first asked for.
+    :ivar density: :attr:`log_prob`, or an object that computes it at the first use.
     :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through; None for
         all of it.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.

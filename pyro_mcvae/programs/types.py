@@ -11,7 +11,7 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-# The types of what Pyro and its programs exchange.
+# The types of the objects that Pyro and models exchange.
 
 # A model or a guide: a function, or an object that is called with the data.
 Program: TypeAlias = Callable[..., object]
@@ -185,7 +185,7 @@ def check_options(msg: Message, drawn: Site | None, in_model: bool) -> None:
             f"{site} is observed, so that infer['mcvae'] = {options} has no effect: remove it, and "
             f"pass it to a discrete latent of the guide"
         )
-    # A function that serves as model and guide has the options in both.
+    # If one function is model and guide, both have the options.
     if in_model and not (drawn is not None and options.keys() <= options_of(drawn).keys()):
         raise SiteError(
             f"infer['mcvae'] = {options} of {site} has no effect, because options are those of the "

@@ -173,7 +173,7 @@ def _check_joint(factors: Mapping[FactorKey, Factor]) -> None:
         for f in factor.frames:
             if is_subsampled(f):
                 raise ValueError(
-                    f"joint=True weighs all data together, so it needs all of them, but plate "
+                    f"joint=True uses one weight for all data, so it needs all of them, but plate "
                     f"'{f.name}' is subsampled ({f.size} of {f.full_size}). Use joint=False, or "
                     f"pass the full data."
                 )

@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 # The number of pairs, and of keys per pair, that are kept; the least recently used is dropped.
 _MAX_PAIRS, _MAX_KEYS = 8, 64
-# An analysis is repeated at uses 2, 4, 8, ..., and then every so many uses.
+# An analysis is repeated at uses 2, 4, 8, ..., and then at every multiple of this number.
 _AT_LEAST_EVERY = 1024
 # A choice with more values than this is a counter (of steps, documents). Its values are then not
 # part of the key, and only repeated analyses notice a dependence on them.
@@ -97,7 +97,7 @@ class Analysis:
         return self._counts.get(kind, 0)
 
     def forget(self, kind: str) -> None:
-        """Drop the findings whose key begins with ``kind``."""
+        """Delete the findings whose key begins with ``kind``."""
         for key in [k for k in self._findings if k[0] == kind]:
             del self._findings[key]
 

@@ -343,7 +343,7 @@ def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read
     return links
 
 
-# Rows with the changes of all subsets pay from so many subsets, up to so many values in all.
+# Rows with the changes of all subsets pay off above this number of subsets, up to this total size.
 _FEW, _MAX_SIZE = 5, 2**16
 _NOTHING = torch.zeros((), dtype=torch.bool)
 
@@ -437,7 +437,7 @@ class _Experiment:
         first, rows = self._first, len(subsets)
         nesting = nesting_of(first.guide_trace, first.model_trace)
         size = sum(t.site["value"].numel() for t in first.terms.values())
-        # Slots have a leading dim of their own.
+        # Slots have a separate leading dim.
         dims = [v.dim() - self._latents[name]["fn"].event_dim for name, v in self._values.items()]
         has_slots = max(dims) > nesting or self._leading() != ALONE
         if has_slots or rows < _FEW or rows * size > _MAX_SIZE:

@@ -75,7 +75,7 @@ class DataRecord:
             f"values than before at datum {int(index[differs.to(index.device)][0])} of plate "
             f"'{layout.plates[-1].name}': states belong to a datum by its index, and these were "
             f"searched for other observations. For minibatches pass their indices, "
-            f"pyro.plate(..., N, subsample=index); for held-out data make their guide by "
+            f"pyro.plate(..., N, subsample=index); for held-out data create a guide by "
             f"guide.for_data(...); for data that are drawn again at every step pass "
             f"fixed_data=False"
         )
@@ -131,34 +131,35 @@ _CHUNK = 1 << 24
 
 class TruncatedPosterior(FixedOptions, nn.Module):
     r"""
-    A guide for the discrete latents of a data plate: for each datum a set
-    :math:`\Phi_n` of S distinct states and, on it, the exact posterior's proportions [1, 2],
+    A guide for the discrete latents of a data plate. Each datum has a set :math:`\Phi_n` of S
+    distinct states, with probabilities proportional to the exact posterior [1, 2]:
 
     .. math::
         q_n(z) = \frac{p(x_n, z)}{\sum_{z' \in \Phi_n} p(x_n, z')}, \quad z \in \Phi_n, \qquad
         F = \sum_n \log \sum_{z \in \Phi_n} p(x_n, z) \le \sum_n \log p(x_n) .
 
     It needs no encoder, relaxation or sampling. :class:`TraceTruncated_ELBO` improves the sets by
-    evolutionary search, and the model by the gradient of F. With all :math:`S = \prod_d K_d`
-    states, F is the exact log evidence.
+    evolutionary search, and trains the model with the gradient of F. With all
+    :math:`S = \prod_d K_d` states, F is the exact log evidence.
 
-    The guide finds the discrete sites and their plates by running the model, like an AutoGuide:
-    one or several sites in one plate, and sites in plates nested inside the data plate (their
-    values belong to the datum's state). It searches Bernoulli, categorical, one-hot and count sites
-    (counts without an upper bound: below 65,536). The plate determines the data of a minibatch:
-    pass indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them by
+    Like an AutoGuide, the guide finds the discrete sites and their plates by running the model.
+    There may be one or several sites in one plate, and sites in plates nested inside the data plate
+    (their values are part of the datum's state). Bernoulli, categorical, one-hot and count sites
+    are supported (counts without an upper bound: below 65,536). The plate determines the data of a
+    minibatch: pass indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them with
     ``subsample_size``. States that make the data impossible (fewer animals than a Binomial has
-    counted) have density zero. Every other latent is drawn by ``guide``, once per step, and enters
-    as in the plain ELBO. All states of a datum share one draw of its other latents, so these must
-    not depend on its discrete ones.
+    counted) have density zero. All other latents are drawn by ``guide``, once per step, and
+    contribute the plain ELBO. All states of a datum share one draw of its other latents, so these
+    must not depend on the discrete latents.
 
-    States belong to a datum by its index, and were searched for its observations. A search with
-    other observations warns once; every other use of the guide raises an error for them. Use
-    :meth:`for_data` to make the guide of other data. The observations are not saved with the
-    states. They are not compared if all states are stored, or if Pyro's validation is off.
+    Each datum is identified by its index, and its states were searched for its observations. A
+    search with other observations logs a warning once; every other use of the guide with other
+    observations raises an error. Use :meth:`for_data` to create a guide for other data. The
+    observations are not saved with the states. They are not compared if all states are stored, or
+    if Pyro's validation is off.
 
-    Called with the model's arguments it is an ordinary Pyro guide, which draws from q_n (for
-    :class:`~pyro.infer.Predictive`). :meth:`posterior` returns expectations and marginals.
+    If called with the arguments of the model, it is an ordinary Pyro guide, which draws from q_n
+    (for :class:`~pyro.infer.Predictive`). :meth:`posterior` returns expectations and marginals.
 
     The states are buffers, with eight Bernoulli entries per byte: they move with ``.to``, and are
     saved and loaded by ``state_dict``. In training mode a step of :class:`TraceTruncated_ELBO`
@@ -167,27 +168,29 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     ranks have all states, so any assignment of data to ranks works, and a checkpoint loads on any
     number of ranks.
 
-    With ``exchange=False`` nothing is exchanged: each rank has a model and states of its own data.
+    With ``exchange=False`` nothing is exchanged: each rank has the model and states of its data.
 
     :param model: the model.
     :param int num_states: S, the same for all data.
     :param EvolutionaryUpdate evolution: the search of one step.
     :param guide: a guide for the latents that are not searched, called with the model's
-        arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
-    :param int prior_draws: how many states each step draws from the model besides, as candidates
-        that single moves may not reach.
+        arguments: a function, or an AutoGuide of the model with the discrete sites hidden. The
+        states depend on its draws, so ``Predictive`` and other losses draw one after the other
+        (``parallel=False``, ``vectorize_particles=False``).
+    :param int prior_draws: the number of states of each datum that a step also draws from the
+        model, as candidates that single moves may not reach.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
-    :param bool fixed_data: whether a datum's observations are the same at every call, so that other
-        observations raise an error; False for data that are drawn again (by binarization). Values
-        that the model draws or computes from parameters are never compared.
+    :param bool fixed_data: whether the observations of a datum are the same in every call, so that
+        other observations raise an error; False for data that change (by binarization). Values that
+        the model draws or computes from parameters are never compared.
     :param vectorize: run the model once for all states; None to do so only if it has the densities
         of a loop, as ``vectorize_particles`` of :class:`MonteCarloELBO`.
     :param max_plate_nesting: the number of batch dims of the programs' plates; inferred by default.
-    :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
-        model without discrete sites, or with continuous ones that ``guide`` does not draw; for
-        discrete sites that no data plate encloses, that are masked, or that lie in parallel data
-        plates; and if ``num_states`` exceeds the number of states. On any call: for a changed
-        number of data, observations that were not searched for, and indices out of range.
+    :raises ValueError: if ``num_states`` is not an int of at least 1. In the first call: for a
+        model without discrete sites, or with continuous sites that ``guide`` does not draw; for
+        discrete sites that are outside data plates, masked, or in several separate data plates; and
+        if ``num_states`` exceeds the number of states. In any call: for a changed number of data,
+        other observations, and indices out of range.
 
     [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
     models*; Lücke (2019), *Truncated Variational Expectation Maximization*.
@@ -278,15 +281,15 @@ class TruncatedPosterior(FixedOptions, nn.Module):
 
     def for_data(self, *args: object, num_steps: int = 50, **kwargs: object) -> TruncatedPosterior:
         """
-        Return a truncated posterior of other (held-out) data under the present model.
+        Return a truncated posterior of other (held-out) data under the current model.
 
         It has new states, searched by ``num_steps`` E-steps, and is in evaluation mode. Modules are
         in evaluation mode during the search, and this guide does not change.
 
         :param args: the model's arguments on these data.
         :param int num_steps: the number of E-steps.
-        :raises ValueError: as on a first call; and if ``guide`` cannot be called with other data,
-            like an AutoGuide of latents inside the data's plates.
+        :raises ValueError: as in a first call; and if ``guide`` cannot be called with other data,
+            such as an AutoGuide of latents inside the data's plates.
 
         Example::
 
@@ -307,9 +310,9 @@ class TruncatedPosterior(FixedOptions, nn.Module):
 
     def posterior(self, *args: object, **kwargs: object) -> StatePosterior:
         """
-        Return the truncated posterior of the data of one call, under the present parameters.
+        Return the truncated posterior of the data of one call, under the current parameters.
 
-        If ``guide`` draws other latents, it is given one new draw of them.
+        If ``guide`` draws other latents, the posterior is conditional on one new draw of them.
 
         :param args: the model's arguments.
         """
@@ -338,7 +341,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
     def forget(self) -> None:
-        """Drop all states, as if the guide had never been called; the next call makes new ones."""
+        """Delete all states. The next call creates new states."""
         for name in [n for n in self._buffers if n.startswith("states_")]:
             del self._buffers[name]
         self._synchronized, self._layout_cache, self._record = False, [], DataRecord()
@@ -378,13 +381,13 @@ class TruncatedPosterior(FixedOptions, nn.Module):
                 f"plate '{layout.plates[-1].name}' has {expected[0]} data, but states are stored "
                 f"for {shape[0]}. For minibatches pass their indices, pyro.plate("
                 f"'{layout.plates[-1].name}', {shape[0]}, subsample=index); for other data "
-                f"(held out) make their guide by guide.for_data(...)"
+                f"(held out) create a guide by guide.for_data(...)"
             )
         if shape != expected:
             raise ValueError(
                 f"the states of plate {layout.name!r} have shape {shape} (data, states, "
-                f"bytes), but the model needs {expected}: they were made for other data or "
-                f"another num_states; make a new TruncatedPosterior"
+                f"bytes), but the model needs {expected}: they belong to other data or another "
+                f"num_states; create a new TruncatedPosterior"
             )
 
     @torch.inference_mode(False)

@@ -480,7 +480,7 @@ class StateLayout:
                 raise StatesError(
                     f"plate '{key.name}' has {now} data, but states are stored for {full}. For "
                     f"minibatches pass their indices, pyro.plate('{key.name}', {full}, "
-                    f"subsample=index); for other data (held out) make their guide by "
+                    f"subsample=index); for other data (held out) create a guide by "
                     f"guide.for_data(...)"
                 )
             at = subsamples.get(key.name)

@@ -253,11 +253,11 @@ def test_a_matrix_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_acceptance": 0.0}, "target_acceptance must lie between 0 and 1, got 0.0"),
-        ({"target_acceptance": 1.0}, "target_acceptance must lie between 0 and 1, got 1.0"),
-        ({"target_acceptance": NAN}, "target_acceptance must lie between 0 and 1, got nan"),
-        ({"rate": 0.0}, "rate must lie between 0 and 1, got 0.0"),
-        ({"rate": 1.5}, "rate must lie between 0 and 1, got 1.5"),
+        ({"target_acceptance": 0.0}, "target_acceptance must be between 0 and 1, got 0.0"),
+        ({"target_acceptance": 1.0}, "target_acceptance must be between 0 and 1, got 1.0"),
+        ({"target_acceptance": NAN}, "target_acceptance must be between 0 and 1, got nan"),
+        ({"rate": 0.0}, "rate must be between 0 and 1, got 0.0"),
+        ({"rate": 1.5}, "rate must be between 0 and 1, got 1.5"),
         ({"bounds": (0.0, 1.0)}, "bounds must be two increasing positive numbers"),
         ({"bounds": (2.0, 1.0)}, "bounds must be two increasing positive numbers"),
         ({"bounds": (1.0, INF)}, "bounds must be two increasing positive numbers"),

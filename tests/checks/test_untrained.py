@@ -21,7 +21,6 @@ from torch import nn
 from pyro_mcvae import (
     TraceIWAE_ELBO,
     log_evidence,
-    log_evidence_loader,
     refine,
     report,
     sandwich,
@@ -76,7 +75,6 @@ never = pytest.mark.parametrize("name", list(NEVER))
 JUDGES = {
     "log_evidence": lambda m, g, x: log_evidence(m, g, x, num_particles=5),
     "chains": lambda m, g, x: log_evidence(m, g, x, schedule=2, warmup=0, num_particles=5),
-    "loader": lambda m, g, x: log_evidence_loader(m, g, [x, x], progress=False),
     "refine": lambda m, g, x: refine(m, g, x, num_samples=2, num_particles=1),
     "report": report,
     "sandwich": lambda m, g, x: sandwich(m, g, x, schedule=2, warmup=0),
@@ -200,7 +198,6 @@ def test_initial_values_of_a_function_are_said_once(caplog):
     )
     plain(X)
     log_evidence(model, plain, X, num_particles=5)
-    log_evidence_loader(model, plain, [X, X], progress=False)
     assert len(caplog.records) == times
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, log_evidence_loader, refine
+from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, refine
 from pyro_mcvae.chains.annealing import anneal, evaluator
-from pyro_mcvae.compiled import transition
 from pyro_mcvae.compiled.graph import as_function, split_off
 from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
@@ -146,61 +145,6 @@ def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
     assert recorded[0][0] >= 8
     assert recorded[0][1] is False
     assert recorded[1] == (7, True)
-
-
-def scaled_by_host(x: Tensor) -> None:
-    """A guide whose map from noise to latents has a number that Python read from the data."""
-    shift = dist.transforms.AffineTransform(float(x.mean()), 0.7)
-    with pyro.plate("data", len(x)):
-        pyro.sample("z", dist.TransformedDistribution(dist.Normal(0.1 * x, 1.0), [shift]))
-
-
-cache: dict[str, Tensor] = {}
-
-
-def through_a_cache(x: Tensor) -> None:
-    cache["scale"] = x.std().exp()
-    guide(x)
-
-
-def of_the_cache(x: Tensor) -> None:
-    with pyro.plate("data", len(x)):
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        pyro.sample("x", dist.Normal(z.tanh(), cache["scale"]), obs=x)
-
-
-@pytest.mark.parametrize(
-    ("model", "guide", "size", "recordings"),
-    [
-        (model, guide, 12, 1),
-        (model, guide, 8, 2),
-        (model, scaled_by_host, 6, 2),
-        (of_the_cache, through_a_cache, 6, 2),
-    ],
-    ids=["of one size", "the last smaller", "a number of the data", "a tensor of the data"],
-)
-def test_one_recording_serves_all_batches_of_one_size(
-    model: Any, guide: Any, size: int, recordings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What follows from the data is an input; where it is not, another recording is made."""
-    batches = torch.randn(size).split(3)
-
-    def by(model: Any, guide: Any, _: Tensor, **options: Any) -> Any:
-        return log_evidence_loader(model, guide, batches, **options, keep_log_weight=True)
-
-    made: list[None] = []
-    record = transition.RecordedTransition._recording_of
-    monkeypatch.setattr(
-        transition.RecordedTransition,
-        "_recording_of",
-        lambda *args: (made.append(None), record(*args))[1],
-    )
-    kernel = HMC(0.3, num_leapfrog=1)
-    plain, _ = judged(by, model, monkeypatch, 1000, kernel=kernel, guide=guide)
-    result, replayed = judged(by, model, monkeypatch, 10, kernel=kernel, guide=guide)
-    assert torch.equal(result.log_weight, plain.log_weight)
-    assert len(made) == recordings
-    assert replayed >= 9 * len(batches)
 
 
 def test_what_depends_on_fixed_constants_is_computed_once_and_nothing_else() -> None:

@@ -55,7 +55,7 @@ def refusal(objective, name):
     if objective == "mcem" and name == "mixture":
         return "site 'c' is discrete"
     if objective in ("sis-reweighted", "mcem") and name == "auto-messenger":
-        return "runs both at once"
+        return "runs both together"
     return None
 
 

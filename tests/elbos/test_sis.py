@@ -274,7 +274,9 @@ def test_shares_that_are_none(value):
 
 
 def test_where_nothing_is_to_be_defended():
-    with pytest.raises(ValueError, match=r"defensive=0\.1 keeps diverged .*reweighted.* leave it"):
+    with pytest.raises(
+        ValueError, match=r"defensive=0\.1 limits the effect .*reweighted.* leave it"
+    ):
         TraceSIS_ELBO(5, gradient_estimator="reweighted", defensive=0.1)
 
 

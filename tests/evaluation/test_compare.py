@@ -206,7 +206,7 @@ def test_the_verdict():
     # Paired: the data differ by more than the losses do.
     assert result.gain("b", "a") == pytest.approx((0.5, 0.1 / 3**0.5))
     assert result.best == ["b", "c"]
-    assert "b and c cannot be told apart by log evidence" in result.verdict
+    assert "b and c do not differ significantly by log evidence" in result.verdict
     assert "Pareto" not in result.verdict
     doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
     assert "The evidence of a is too low" in doubtful.verdict

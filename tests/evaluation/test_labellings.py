@@ -10,7 +10,6 @@ import torch
 from pyro_mcvae import (
     compare_models,
     log_evidence,
-    log_evidence_loader,
     report,
 )
 
@@ -280,23 +279,6 @@ def test_a_report_knows_them_and_looks_from_the_prior():
     assert not result.misses
     assert "exchangeable" in str(result)
     assert "close to one labelling of the posterior" in result.advice or result.gap > 0.8
-
-
-def test_labellings_of_batches_lie_side_by_side():
-    def model(x):
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-            seen = torch.stack([z.sum(-1), z.prod(-1)], -1)
-            pyro.sample("x", dist.Normal(seen, 0.5).to_event(1), obs=x)
-
-    def guide(x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("z", dist.Normal(torch.tensor([3.0, -2.0]), 0.3).to_event(1))
-
-    x = torch.tensor([[1.0, -6.0]]).expand(5, 2)
-    result = log_evidence_loader(model, guide, x.split(2), num_particles=200, progress=False)
-    assert result.log_evidence.shape == (5,)
-    assert result.labellings.added == pytest.approx(math.log(2))
 
 
 def test_latents_that_nothing_reads_are_no_components():

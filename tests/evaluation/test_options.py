@@ -9,7 +9,6 @@ import torch
 
 from pyro_mcvae import (
     log_evidence,
-    log_evidence_loader,
     refine,
     report,
     sandwich,
@@ -52,8 +51,3 @@ def test_keywords_that_are_no_options_are_named(judge):
         judge(model, guide, X, y=5)
     with pytest.raises(ValueError, match=r"model_kwargs must be a dict .* got 3"):
         judge(model, guide, X, model_kwargs=3)
-
-
-def test_a_loader_has_no_other_keywords():
-    with pytest.raises(TypeError, match=r"log_evidence_loader has no option 'y': .*its batches"):
-        log_evidence_loader(model, guide, [X], y=5)

@@ -8,7 +8,6 @@ import pytest
 from pyro_mcvae import (
     compare_models,
     log_evidence,
-    log_evidence_loader,
     refine,
     report,
     sandwich,
@@ -50,7 +49,6 @@ CALLS = {
     "refine": lambda m, g, **o: refine(m, g, num_samples=9, chunk_size=25, **o),
     "moved": lambda m, g, **o: refine(m, g, num_samples=3, schedule=3, **o),
     "report": lambda m, g, **o: report(m, g, num_particles=20, **o),
-    "loader": lambda m, g, **o: log_evidence_loader(m, g, [()] * 2, num_particles=9, **o),
     "sandwich": lambda m, g, **o: sandwich(m, g, schedule=2, to_args=lambda data: (), **o),
     "models": lambda m, g, **o: compare_models({"a": (m, g), "b": (m, g)}, num_particles=20, **o),
 }

@@ -58,9 +58,9 @@ def test_held_out_data_have_a_guide_of_their_own():
     assert held.evolution is guide.evolution
     everything = TruncatedPosterior(binary, num_states=32).for_data(x, num_steps=0)
     assert held.posterior(x).free_energy < everything.posterior(x).free_energy
-    with pytest.raises(ValueError, match=r"make their guide by guide\.for_data"):
+    with pytest.raises(ValueError, match=r"create a guide by guide\.for_data"):
         guide.posterior(x)
-    with pytest.raises(ValueError, match=r"make their guide by guide\.for_data"):
+    with pytest.raises(ValueError, match=r"create a guide by guide\.for_data"):
         guide.posterior(x.expand(4, 3).clone())
 
 

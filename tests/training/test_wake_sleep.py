@@ -531,7 +531,7 @@ def test_guides_without_a_density_of_the_models_latents():
     auto = AutoNormal(exact.model)
     refused(exact.model, auto, "for which the model simulates no value", exact.x)
     messenger = AutoNormalMessenger(exact.model)
-    refused(exact.model, messenger, "AutoNormalMessenger runs both at once", exact.x)
+    refused(exact.model, messenger, "AutoNormalMessenger runs both together", exact.x)
 
     def points(x):
         with pyro.plate("data", len(x)):
