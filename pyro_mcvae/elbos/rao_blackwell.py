@@ -485,11 +485,11 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     not in the guide are summed inside the logarithm. A cost is multiplied by the weights of the
     sites that it depends on. One run determines these sites.
 
-    If one run cannot evaluate several slots (an ``nn.GRU``, Python code that reads a value), or a
-    factor depends on several elements of a plate, the slots are rows, as in the chains of
-    :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a datum then multiply,
-    dependent elements are one variable, and each slot has all costs of its datum. The mean and the
-    exact sums are the same, but the gradient is noisier. The reason is logged.
+    Some programs cannot evaluate several slots in one run (an ``nn.GRU``, Python code that reads a
+    value), and some factors depend on several elements of a plate. The slots are then rows, as in
+    the chains of :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a datum
+    multiply, dependent elements are one variable, and each slot has all costs of its datum. The
+    mean and the exact sums are the same, but the gradient is noisier. The reason is logged.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their

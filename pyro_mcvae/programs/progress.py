@@ -20,7 +20,7 @@ class Progress:
 
     :param str text: the label.
     :param show: True shows a bar. None shows a bar on a terminal or in a notebook, after two
-        seconds, and otherwise logs a line per minute. False shows nothing.
+        seconds, and logs a line per minute elsewhere. False shows nothing.
     :raises ValueError: for another ``show``.
     """
 
