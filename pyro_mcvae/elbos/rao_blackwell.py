@@ -179,8 +179,10 @@ class SlotAverage(OneSlot):
         :param cost: the cost of the site's block, ``[P, S, *plates]``.
         """
         plan, site = self._plan, self._plan.sites[name]
-        beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
-        other_weights = self._product([self._weights[n] for n in beside], cost)
+        same_block = [
+            n for n, other in plan.sites.items() if other.block == site.block and n != name
+        ]
+        other_weights = self._product([self._weights[n] for n in same_block], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
         weight, sampled = self._weights[name], self._slot_field(name, "sampled")
         score = self._of_block(name, lambda t, i: torch.as_tensor(t.score))

@@ -50,7 +50,7 @@ class Progress:
             _logger.warning("%s: %.0f %% done", self._text, 100 * self._done / self._bar.total)
 
     def describe(self, text: str) -> None:
-        """Set the text beside the bar."""
+        """Set the text next to the bar."""
         self._bar.set_postfix_str(text, refresh=False)
 
     def __enter__(self) -> Progress:

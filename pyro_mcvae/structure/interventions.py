@@ -138,7 +138,7 @@ def intervene(
     return changed
 
 
-# Rounding of entries beside NaN: vectorized functions treat such blocks specially.
+# Rounding of entries next to NaN: vectorized functions treat such blocks specially.
 _ROUNDING = 2**10
 
 
@@ -146,7 +146,7 @@ def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
     """
     Return the mask of changed entries of a log density; all of them if the shape has changed.
 
-    :param bool undefined: whether entries were set to NaN, beside which others may be rounded
+    :param bool undefined: whether entries were set to NaN, next to which others may be rounded
         differently. Otherwise the comparison is bitwise: kernels and shapes are the same.
     """
     if before.shape != after.shape:

@@ -46,7 +46,7 @@ from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, States
 
 # Find the discrete sites of a model, and the data plate of their states.
 
-# From so many prior draws the states of each datum begin.
+# Number of prior draws from which the first states of each datum are selected.
 _PRIOR_DRAWS = 256
 
 
