@@ -85,8 +85,8 @@ def check_sites(
         where = "is observed in the model" if name in model else "is missing from the model"
         raise ValueError(
             f"site '{name}' of the guide {where}: remove it from the guide, or mark it with "
-            f"infer={{'is_auxiliary': True}} if other sites are drawn from it, as by a mixture: "
-            f"its own density is then left out, unless they are point masses computed from it"
+            f"infer={{'is_auxiliary': True}} if other sites are drawn from it, as in a mixture: "
+            f"its density is then left out, unless they are point masses computed from it"
         )
 
 
