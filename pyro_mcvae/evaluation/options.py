@@ -326,7 +326,7 @@ def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) ->
     Return the options of an evaluator.
 
     :param defaults: options that have other defaults in this evaluator.
-    :raises TypeError: for a keyword that is no option.
+    :raises TypeError: for an unknown keyword.
     """
     for keyword in (n for n in options if n not in Options.__dataclass_fields__):
         raise TypeError(
