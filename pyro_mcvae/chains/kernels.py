@@ -634,7 +634,7 @@ class UnderdampedLangevin(Kernel):
         >>> kernel = UnderdampedLangevin.trained(10)
         >>> elbo = TraceSIS_ELBO(kernel=kernel, schedule=LearnedSchedule(10))
 
-    With a mass matrix, for a posterior with correlations that the guide lacks::
+    With a mass matrix, for a posterior with correlations that the guide cannot represent::
 
         >>> kernel = UnderdampedLangevin.trained(10, full_mass=True)
         >>> elbo = TraceSIS_ELBO(kernel=kernel, schedule=LearnedSchedule(10), defensive=0.01)

@@ -268,10 +268,10 @@ class AdaptiveStepSize(StepSize):
 
     A coordinate without spread, as with a single chain, uses :math:`\eta_0`. The step size of a
     coordinate never increases while the acceptance is below its target. Before the first chain, the
-    step sizes of coordinates are divided by the steepness of the guide's log density (the largest
-    root mean square of the gradient of a coordinate; squared for the :math:`\eta` of Langevin
-    moves). If the number of coordinates changes, as with longer sequences, new coordinates start
-    from the geometric mean of the last ones.
+    step sizes of coordinates are divided by the steepness of the guide's log density. This is the
+    largest root mean square of the gradient of a coordinate, squared for the :math:`\eta` of
+    Langevin moves. If the number of coordinates changes, as with longer sequences, new coordinates
+    start from the geometric mean of the last ones.
 
     One update changes a step size by a bounded factor, and values stay within ``bounds``. Updates
     with a non-finite acceptance are skipped, and so are coordinates with a non-finite gradient.

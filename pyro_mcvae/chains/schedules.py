@@ -47,7 +47,7 @@ class Schedule(FixedOptions, nn.Module, ABC):
         """
         Return the inverse temperatures, with ends of exactly 0 and 1.
 
-        :raises ValueError: for what is no tensor of shape ``[num_steps + 1]``.
+        :raises ValueError: if the result is not a tensor of shape ``[num_steps + 1]``.
         """
         betas = super().__call__()
         if not isinstance(betas, Tensor) or tuple(betas.shape) != (self.num_steps + 1,):

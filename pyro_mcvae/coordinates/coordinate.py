@@ -41,10 +41,11 @@ def bijection_of(fn: Distribution) -> Transform:
     """
     Return a bijection from the real numbers to the values of a distribution.
 
-    PyTorch uses the last transform's codomain as the support for every input: the real
-    numbers for ``TransformedDistribution(Beta(2.0, 2.0), AffineTransform(0.0, 10.0))``, and for its
-    own ``biject_to(constraints.positive)``, which ends in a shift by zero. So if the input does not
-    cover a transform's domain, the bijection of the input is composed with the transform.
+    PyTorch uses the last transform's codomain as the support for every input. For
+    ``TransformedDistribution(Beta(2.0, 2.0), AffineTransform(0.0, 10.0))`` this is all real
+    numbers. The same holds for ``biject_to(constraints.positive)``, which ends in a shift by zero.
+    So if the input does not cover a transform's domain, the bijection of the input is composed with
+    the transform.
 
     Example::
 

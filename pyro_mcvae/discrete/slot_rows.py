@@ -125,7 +125,7 @@ def make_plan(
     for observed in sample.runs[0].guide_data:
         raise SlotError(
             f"the guide observes site '{observed.key.name}', whose density is not part of a "
-            f"weight, beside discrete sites with slots: observe it in the model, or use "
+            f"weight, and discrete sites have slots: observe it in the model, or use "
             f"TraceRaoBlackwell_ELBO, for programs that run with several of their values at once"
         )
     shared = _common(programs, sample, sites, continuous) if common else frozenset()
@@ -468,7 +468,7 @@ def _check_rows(sample: WeightedParticles) -> None:
 
 
 def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
-    """Check that other sites beside slots are reparameterized."""
+    """Check that the sites without slots are reparameterized."""
     for term in sample.runs[0].terms:
         unreparameterized = (
             isinstance(term.score, Tensor) and term.key.name not in draws.fixed_sites
@@ -476,6 +476,6 @@ def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
         if unreparameterized and sample.is_local(term):
             raise SlotError(
                 f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) is not "
-                f"reparameterized, beside discrete sites that are summed: use a distribution with "
+                f"reparameterized, but other discrete sites are summed: use a distribution with "
                 f"rsample, or leave out num_categories, num_samples and budget"
             )

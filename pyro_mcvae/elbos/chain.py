@@ -528,7 +528,7 @@ class TraceSIS_ELBO(ChainELBO):
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an adjusted kernel, counts out of range; at the first step for models and guides in
+        an adjusted kernel, and counts out of range. At the first step, for models and guides in
         which no latent has a separate weight, and for discrete sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
@@ -652,9 +652,9 @@ class TraceAIS_ELBO(ChainELBO):
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an unadjusted kernel, one particle with the full gradient, counts out of range; at the first
-        step for models and guides in which no latent has a separate weight, and for discrete sites
-        that cannot have slots.
+        an unadjusted kernel, one particle with the full gradient, and counts out of range. At the
+        first step, for models and guides in which no latent has a separate weight, and for discrete
+        sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational

@@ -64,7 +64,7 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
     If the coefficient does not depend on the draw itself, the gradient is unbiased. Therefore even
     data use a coefficient from the odd data, and vice versa. With one datum, the particles are
     divided in the same way. A slope within two standard errors of 0 is set to 0, which is the plain
-    gradient. Larger slopes are shrunk, as by Stein's estimator. In distributed training each
+    gradient. Larger slopes are shrunk, as in Stein's estimator. In distributed training each
     process uses its own data, so coefficients differ between processes, but the mean gradient is
     the same.
 

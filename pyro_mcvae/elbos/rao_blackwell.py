@@ -179,8 +179,10 @@ class SlotAverage(OneSlot):
         :param cost: the cost of the site's block, ``[P, S, *plates]``.
         """
         plan, site = self._plan, self._plan.sites[name]
-        beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
-        other_weights = self._product([self._weights[n] for n in beside], cost)
+        same_block = [
+            n for n, other in plan.sites.items() if other.block == site.block and n != name
+        ]
+        other_weights = self._product([self._weights[n] for n in same_block], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
         weight, sampled = self._weights[name], self._slot_field(name, "sampled")
         score = self._of_block(name, lambda t, i: torch.as_tensor(t.score))
@@ -485,11 +487,11 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     not in the guide are summed inside the logarithm. A cost is multiplied by the weights of the
     sites that it depends on. One run determines these sites.
 
-    If one run cannot evaluate several slots (an ``nn.GRU``, Python code that reads a value), or a
-    factor depends on several elements of a plate, the slots are rows, as in the chains of
-    :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a datum then multiply,
-    dependent elements are one variable, and each slot has all costs of its datum. The mean and the
-    exact sums are the same, but the gradient is noisier. The reason is logged.
+    Some programs cannot evaluate several slots in one run (an ``nn.GRU``, Python code that reads a
+    value), and some factors depend on several elements of a plate. The slots are then rows, as in
+    the chains of :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a datum
+    multiply, dependent elements are one variable, and each slot has all costs of its datum. The
+    mean and the exact sums are the same, but the gradient is noisier. The reason is logged.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their

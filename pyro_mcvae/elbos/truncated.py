@@ -36,9 +36,9 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         \nabla F = \frac{N}{B} \sum_n \sum_{z \in \Phi_n} q_n(z) \nabla \log p(x_n, z) .
 
     A step evaluates the states of the minibatch, searches for better states (an E-step, which never
-    decreases F), stores them in the guide, and computes the gradient of F through them. Latents
-    that the ``guide`` argument of the truncated posterior draws (:math:`\theta` outside the data
-    plate, w inside) are drawn once per step, and are the same for all states of a datum.
+    decreases F), stores them in the guide, and computes the gradient of F through them. The
+    ``guide`` argument of the truncated posterior may draw other latents (:math:`\theta` outside the
+    data plate, w inside). They are drawn once per step, and are the same for all states of a datum.
 
     :meth:`loss`, :meth:`bounds` and calls without gradients also search, so that they return the
     value of a training step with the same seed, but they do not store the states. After

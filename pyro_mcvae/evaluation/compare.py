@@ -168,9 +168,9 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def evaluated(self) -> bool:
         r"""
-        Return whether the draws allow a comparison. They do not if, for most weights of every loss,
-        the effective sample size is below 10 (or :math:`\hat k` is above 0.7, if the model has
-        parameters).
+        Return whether the draws allow a comparison. They do not if the effective sample size is
+        below 10 for most weights of every loss. If the model has parameters, weights with
+        :math:`\hat k` above 0.7 count as well.
         """
         evidences = [self[n].evidence if self.learns else self[n].guide for n in self._running]
         return any(fraction(e.few | (e.unreliable & self.learns)) <= 0.5 for e in evidences)
@@ -592,9 +592,11 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def doubtful(self) -> list[str]:
         r"""
-        Return the models whose evidence is, or may be, underestimated: :math:`\hat k` is above 0.7
-        for some weight, or within two of its errors for more than a twentieth of the weights; or
-        there are exchangeable components whose labellings overlap.
+        Return the models whose evidence may be underestimated.
+
+        For these models, :math:`\hat k` is above 0.7 for some weight, or at most two of its errors
+        below 0.7 for more than a twentieth of the weights. Models whose exchangeable components
+        have overlapping labellings also belong to them.
         """
         return [
             n
@@ -607,8 +609,10 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def best(self) -> list[str]:
         """
-        Return the model with the highest evidence, and all models that may be as good: those within
-        two standard errors, and doubtful models, because their estimates may be too low.
+        Return the model with the highest evidence, and all models that may be as good.
+
+        These are the models within two standard errors, and the doubtful ones, because their
+        estimates may be too low.
         """
         close, doubtful = self._close, self.doubtful
         return [n for n in self if n in close or n in doubtful]

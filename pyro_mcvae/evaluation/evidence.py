@@ -296,10 +296,10 @@ def log_evidence(
       scalar. It is :math:`\log p(x)` under the prior of the global latents, also for held-out data.
       With ``joint=False`` they are drawn once, and the estimates are :math:`\log p(x_n \mid
       \text{globals})`.
-    * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
-      unobserved site of ``obs_mask=``) count in the model too, by their own prior, if no counted
-      factor of the model depends on them. The evidence is then that of the observed entries.
-      The objectives of this package do the same.
+    * **Masked latents** that the guide draws and counts: padded entries of an AutoGuide, the
+      unobserved site of ``obs_mask=``. If no counted factor of the model depends on them, their
+      prior counts in the model too, and the evidence is that of the observed entries. The
+      objectives of this package do the same.
     * **Without latents**: if all latents are summed and the guide draws nothing, the evidence is
       exact.
     * **A TruncatedPosterior** raises an error. Its bound on log p(x), which is exact on its states,
@@ -332,9 +332,9 @@ def log_evidence(
         * ``max_plate_nesting``: as in Pyro; inferred by default.
         * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
           for enumeration; False draws them.
-        * ``progress=None``: show a progress bar if ``tqdm`` is installed; None shows it on a
-          terminal and in notebooks, if the evaluation takes longer than two seconds, and
-          otherwise logs a line per minute.
+        * ``progress=None``: True shows a progress bar if ``tqdm`` is installed. None shows it on
+          a terminal and in notebooks, if the evaluation takes longer than two seconds, and
+          logs a line per minute elsewhere.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
         masses in the data's plates, chains without continuous latents, guides that never ran, masks

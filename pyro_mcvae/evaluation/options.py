@@ -280,9 +280,9 @@ class Options:
     :param max_plate_nesting: as in Pyro; inferred by default.
     :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
         enumeration; False draws them.
-    :param progress: show a progress bar if ``tqdm`` is installed; None shows it on a terminal and
-        in notebooks, if the evaluation takes longer than two seconds, and otherwise logs a line
-        per minute.
+    :param progress: True shows a progress bar if ``tqdm`` is installed. None shows it on a terminal
+        and in notebooks, if the evaluation takes longer than two seconds, and logs a line per
+        minute elsewhere.
     """
 
     num_particles: int = 1000
@@ -326,7 +326,7 @@ def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) ->
     Return the options of an evaluator.
 
     :param defaults: options that have other defaults in this evaluator.
-    :raises TypeError: for a keyword that is no option.
+    :raises TypeError: for an unknown keyword.
     """
     for keyword in (n for n in options if n not in Options.__dataclass_fields__):
         raise TypeError(

@@ -225,9 +225,9 @@ def refine(
     many candidates or many transitions.
 
     Global latents that the guide draws have a common weight with the local latents, and move
-    together with them, over all data. With ``joint=False`` the global latents are draws of the
-    guide, a new one for each draw, and only the local latents are refined (one draw after the
-    other, which is slower). Sites that the model enumerates are drawn last, from p(y | x, z), as in
+    together with them, over all data. With ``joint=False`` only the local latents are refined, and
+    each draw has new global latents from the guide. This is slower, because the draws are computed
+    one after another. Sites that the model enumerates are drawn last, from p(y | x, z), as in
     :func:`pyro.infer.infer_discrete`.
 
     For a :class:`TruncatedPosterior`, use ``guide.posterior(...).sample``.

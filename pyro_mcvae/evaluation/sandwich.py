@@ -218,10 +218,10 @@ def sandwich(
     Global latents that the guide draws are simulated, too. Point masses of the guide do not change.
 
     Observed sites are conditioned on the simulated data. Arguments that contain an observed tensor
-    (the tensor, a view, a copy, or rows of a plate as in ``x[index]``) are replaced, so that the
-    guide gets the simulated data. If an observation is another function of the arguments, or is not
-    an argument, pass ``to_args``. The densities of the simulated data are compared with those at
-    which they were drawn.
+    are replaced, so that the guide gets the simulated data. The argument may be the tensor, a view,
+    a copy, or rows of a plate as in ``x[index]``. If an observation is another function of the
+    arguments, or is not an argument, pass ``to_args``. The densities of the simulated data are
+    compared with those at which they were drawn.
 
     :param model: a Pyro model.
     :param guide: its guide.

@@ -221,8 +221,8 @@ class Runner:
         Make one run.
 
         :param count: the size of the particles' dim; None for a run without one.
-        :raises LeadingDimsError: for programs that cannot run with leading dims, or have other
-            densities with them, naming the remedy.
+        :raises LeadingDimsError: for programs that cannot run with leading dims, or whose
+            densities change with leading dims. The message names the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
         with rewindable(not self._has_run or self._is_new(execution)) as rewind:
@@ -272,7 +272,7 @@ class Runner:
         shared: GlobalSites,
         name: LeadingDimsName = PARTICLES,
     ) -> None:
-        """Check a run that was made elsewhere, unless one of its structure and sizes was."""
+        """Check a run from elsewhere, unless a run of the same structure and sizes was checked."""
         if self._is_known(programs, run, shared):
             return
         leads = run.leading is not None
@@ -422,9 +422,9 @@ class Runner:
         """
         Choose the fastest vectorization that has the densities of a loop.
 
-        It is tried with a few particles first, because programs that broadcast particles against
-        each other need memory for the square of their number. The choice is kept until it fails for
-        other sizes.
+        Each way is tried with a few particles first, because programs that broadcast particles
+        against each other need memory for the square of their number. The choice is kept until it
+        fails for other sizes.
 
         :param run: a run with the programs' plates and sizes.
         :param error: the error of the present vectorization, if any.
@@ -486,7 +486,7 @@ class Runner:
 
 
 class _SharedSitesError(Exception):
-    """The programs have other shared sites than assumed, or enumerated sites to be summed."""
+    """The shared sites differ from the assumed ones, or enumerated sites have to be summed."""
 
     def __init__(self, shared: GlobalSites) -> None:
         self.shared, self.names = shared, shared.guide | shared.model

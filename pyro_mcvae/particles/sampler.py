@@ -105,7 +105,7 @@ class WeightedParticles:
 
     def check_shapes(self, **values: Tensor) -> None:
         """
-        Check that tensors have an entry for each weight; others would be broadcast and summed.
+        Check that tensors have an entry for each weight. Others would be broadcast and summed.
 
         :raises ValueError: otherwise.
         """
@@ -229,13 +229,13 @@ MakeSampleFn = Callable[[range, frozenset[str]], SampleFn]
 
 class ParticleSampler:
     """
-    Draws the particles of one objective, vectorized or one after the other.
+    Draws the particles of one objective, vectorized or one after another.
 
     A sampler caches the programs' structure between steps, and analyzes it again when it changes.
 
     :param int num_particles: the number of draws of the local latents.
-    :param vectorize: run the programs once for all particles; None to do so only if it is correct,
-        else in a loop.
+    :param vectorize: whether to run the programs once for all particles. None does so only if it is
+        correct, and otherwise runs a loop.
     :param max_plate_nesting: the number of batch dims of plates; infinite to infer it.
     :param bool joint: use one weight for the whole program.
     :param bool strict_enumeration: reject guide sites that are marked for enumeration.

@@ -85,8 +85,8 @@ def check_sites(
         where = "is observed in the model" if name in model else "is missing from the model"
         raise ValueError(
             f"site '{name}' of the guide {where}: remove it from the guide, or mark it with "
-            f"infer={{'is_auxiliary': True}} if other sites are drawn from it, as by a mixture: "
-            f"its own density is then left out, unless they are point masses computed from it"
+            f"infer={{'is_auxiliary': True}} if other sites are drawn from it, as in a mixture: "
+            f"its density is then left out, unless they are point masses computed from it"
         )
 
 
@@ -211,7 +211,7 @@ def check_run(run: Run, depth: float, strict_enumeration: bool, before_sums: boo
 
     While Pyro's validation is enabled, also check that batch dims lie in plates, as Pyro does. A
     value of another shape would be broadcast: drawn once, and scored once per latent of the model.
-    This is checked with validation off, too, but without Pyro's warnings.
+    This is also checked with validation off, but without Pyro's warnings.
 
     :param depth: the number of batch dims that may belong to plates and particles.
     :param bool before_sums: whether the model drew the sites marked for enumeration.
@@ -372,7 +372,7 @@ class LossModule(ELBOModule):
         self._warn = WarnOnce(_logger)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Warn of a guide without parameters, which an optimizer would leave untrained."""
+        """Warn about a guide without parameters, which an optimizer would leave untrained."""
         if not isinstance(self.guide, nn.Module):
             self._warn(_FUNCTION)
         elif next(self.guide.parameters(), None) is None:
@@ -381,10 +381,10 @@ class LossModule(ELBOModule):
 
 
 _FUNCTION = (
-    "the guide is no module, so its parameters (pyro.param) are not among those of elbo(model, "
+    "the guide is not a module, so its parameters (pyro.param) are not among those of elbo(model, "
     "guide), and an optimizer of these does not train it: use SVI, or a PyroModule as guide"
 )
 _NO_PARAMETERS = (
     "the guide %s has no parameters yet, so an optimizer that is made now does not train it: call "
-    "elbo(model, guide) on data first, when AutoGuides create theirs"
+    "elbo(model, guide) on data first, because AutoGuides create their parameters then"
 )

@@ -48,9 +48,10 @@ def has_own_density(fn: Distribution) -> bool:
 
 def may_cache(fn: Distribution) -> bool:
     """
-    Return whether a density may come from what its draw has left behind: the inverse that
-    transforms keep, or all of it, as of Zuko's flows and other distributions with a ``log_prob`` of
-    their own.
+    Return whether a density may reuse values that were cached when its draw was taken.
+
+    Transforms cache the inverse. Zuko's flows, and other distributions that define ``log_prob``
+    themselves, may cache the density.
     """
     return any(transforms_of(fn)) or has_own_density(fn)
 

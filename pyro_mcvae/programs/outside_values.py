@@ -234,7 +234,7 @@ class Dependencies:
     The globals, closed-over variables, attributes, parameters and buffers that programs read.
 
     The search starts from the programs, and follows executed functions, methods, partials, modules,
-    containers of any size, arrays, and objects of user-defined classes. Of attributes, it has those
+    containers of any size, arrays, and objects of user-defined classes. It includes only attributes
     whose names occur in the executed functions.
 
     :ivar objects: objects whose attributes a step may write.

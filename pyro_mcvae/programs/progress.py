@@ -20,7 +20,7 @@ class Progress:
 
     :param str text: the label.
     :param show: True shows a bar. None shows a bar on a terminal or in a notebook, after two
-        seconds, and otherwise logs a line per minute. False shows nothing.
+        seconds, and logs a line per minute elsewhere. False shows nothing.
     :raises ValueError: for another ``show``.
     """
 
@@ -50,7 +50,7 @@ class Progress:
             _logger.warning("%s: %.0f %% done", self._text, 100 * self._done / self._bar.total)
 
     def describe(self, text: str) -> None:
-        """Set the text beside the bar."""
+        """Set the text next to the bar."""
         self._bar.set_postfix_str(text, refresh=False)
 
     def __enter__(self) -> Progress:

@@ -220,7 +220,7 @@ class Term:
         return subsampling_scale(self.site["cond_indep_stack"])
 
     def without_density(self) -> Term:
-        """Return the term of a draw that keeps its score but is no factor of the weight."""
+        """Return the term of a draw that keeps its score but is not a factor of the weight."""
         zero = torch.zeros_like(self.log_prob)
         return replace(self, density=zero, entropy=0, left_out=True)
 
@@ -329,7 +329,7 @@ def _deferred_guide_term(site: Site) -> Term:
 
 def observed_terms(guide_trace: Trace) -> list[Term]:
     """
-    Return the densities of a guide's observed sites, with all of their gradient.
+    Return the densities of a guide's observed sites, with their full gradient.
 
     They are not draws, so no weight includes them. Averages of log p - log q include them, as in
     Pyro.

@@ -163,7 +163,7 @@ class Analyses:
 
     @property
     def num_pairs(self) -> int:
-        """Return with how many models and guides the objective was used recently."""
+        """Return the number of model-guide pairs that the objective was used with recently."""
         # A model under a handler is the same model.
         return len({tuple(map(poutine.unwrap, pair.programs)) for pair in self._pairs})
 

@@ -138,7 +138,7 @@ def intervene(
     return changed
 
 
-# Rounding of entries beside NaN: vectorized functions treat such blocks specially.
+# Rounding of entries next to NaN: vectorized functions treat such blocks specially.
 _ROUNDING = 2**10
 
 
@@ -146,7 +146,7 @@ def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
     """
     Return the mask of changed entries of a log density; all of them if the shape has changed.
 
-    :param bool undefined: whether entries were set to NaN, beside which others may be rounded
+    :param bool undefined: whether entries were set to NaN, next to which others may be rounded
         differently. Otherwise the comparison is bitwise: kernels and shapes are the same.
     """
     if before.shape != after.shape:
@@ -222,7 +222,7 @@ class DependentPlates(NamedTuple):
 
     :ivar plates: for each factor the plates around it across which it depends on latents.
     :ivar reads: reads by Python code of latents in such a plate, on which everything may depend. A
-        branch in a sequential plate is tested as other code is.
+        branch in a sequential plate is tested like other code.
     """
 
     plates: Links
@@ -429,10 +429,10 @@ class _Experiment:
         """
         Return whether no subset affects elements outside it, from two runs for all subsets.
 
-        The changes of each subset stand in one row of a leading dim, and those of its complement in
+        The changes of each subset are in one row of a leading dim, and those of its complement in
         a second run. Each entry is changed in one of these runs, and a value that is read from
         another row has the changes of that row. So if each row changes in its own subset only, no
-        element affects another one. Otherwise these runs decide nothing.
+        element affects another one. Otherwise these runs are inconclusive.
         """
         first, rows = self._first, len(subsets)
         nesting = nesting_of(first.guide_trace, first.model_trace)

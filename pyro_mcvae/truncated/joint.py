@@ -46,7 +46,7 @@ from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, States
 
 # Find the discrete sites of a model, and the data plate of their states.
 
-# From so many prior draws the states of each datum begin.
+# Number of prior draws from which the first states of each datum are selected.
 _PRIOR_DRAWS = 256
 
 
@@ -113,7 +113,7 @@ def check_unmasked(site: Site) -> None:
         raise StatesError(
             f"site '{site['name']}' is masked, so states that differ only in masked entries would "
             f"be counted several times: put poutine.mask around the observations only. Make "
-            f"entries that do not exist deterministic instead, as by Bernoulli(probs * exists), "
+            f"entries that do not exist deterministic instead, e.g. by Bernoulli(probs * exists), "
             f"and fix known values (obs_mask) by pyro.factor(name, torch.where(known & "
             f"(z != obs), -torch.inf, 0.0))"
         )

@@ -219,7 +219,7 @@ def sample_states(posterior_of: PosteriorOf, guide_trace: Trace, nesting: int) -
             raise LeadingDimsError(
                 f"the guide= of a TruncatedPosterior draws site '{name}' with shape "
                 f"{tuple(value.shape)} inside plates of other particles or predictions, but the "
-                f"states of each draw need a run of their own: pass vectorize_particles=False, or "
+                f"states of each draw need a separate run: pass vectorize_particles=False, or "
                 f"parallel=False"
             )
         draws[name] = value

@@ -76,7 +76,7 @@ class Parents:
         return new
 
 
-# Fraction of the mean fitness that every possible state has more.
+# Fraction of the mean fitness that is added to the fitness of every possible state.
 _FLOOR = 0.1
 
 
@@ -118,8 +118,8 @@ class UniformFlips:
     Moves uniformly drawn entries [1]; the children of one parent have different moves.
 
     A count moves up or down: by one, or, one time in four, by a distance with a roughly uniform
-    logarithm, because counts may be far from their prior draws. A subclass has other scores, or, if
-    it changes more than single entries, another :meth:`__call__`.
+    logarithm, because counts may be far from their prior draws. A subclass overrides
+    :meth:`scores`, or :meth:`__call__` if its moves change several entries at once.
 
     :cvar bool informed: whether it needs ``parents.flip_scores``, which costs a backward pass.
 
@@ -145,7 +145,7 @@ class UniformFlips:
 
     def __call__(self, parents: Parents, count: int) -> Tensor:
         """
-        Make the children of each parent.
+        Return the children of each parent.
 
         :param int count: the number of children per parent.
         :returns: shape ``[E, P, C, D]``; C is less than ``count`` if there are fewer moves.
@@ -162,7 +162,8 @@ class UniformFlips:
         moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices
         entry = space.table("entry", states.device)[moves]
         current = states.gather(-1, entry).long()
-        # Disallowed moves, taken if there are too few others, change nothing: they are duplicates.
+        # If there are too few allowed moves, disallowed ones are drawn too. They leave the parent
+        # unchanged, so their children are duplicates.
         value = torch.where(allowed.gather(-1, moves), space.moved(current, moves), current)
         if any(space.ordinal):
             value = _strides(space, moves, current, value)

@@ -28,8 +28,8 @@ class StateSpace:
     The states of D discrete entries; entry d has the values ``0 .. sizes[d] - 1``.
 
     States are *packed* for storage, each entry in the bits that its size needs. They have a *key*:
-    equal states have equal keys. Different states have different keys, always if there are fewer
-    than 2^62 states, otherwise except for one pair in 2^64.
+    equal states have equal keys. Different states have different keys: always if there are fewer
+    than 2^62 states, and otherwise for all but one pair in 2^64.
 
     A *move* changes one entry. An entry without order has a move to each of its other values; an
     ordinal entry moves up and down by one.

@@ -514,7 +514,7 @@ def test_parameters_of_a_guide_that_has_none_are_warned_of(compiled, caplog):
     assert len(list(loss(line, guide).parameters())) == len(list(loss.parameters())) + 2
     assert not caplog.text
     list(loss(line, line_guide).parameters())
-    assert "the guide is no module" in caplog.text
+    assert "the guide is not a module" in caplog.text
 
 
 @pytest.mark.parametrize(("loss", "learns"), [(TraceSIS_ELBO, True), (TraceIWAE_ELBO, False)])
