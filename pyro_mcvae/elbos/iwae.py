@@ -85,10 +85,11 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
     # slope, and are left out of the sums.
     q = torch.add(q - q[0], w, alpha=0)
     weight = (w if alpha == 0 else (1 - alpha) * w).softmax(0)
-    # Sums of squared deviations; torch.var takes ten times as long along this dim.
+    # Sums of squared deviations; torch.var takes ten times as long along this dim, and autocast
+    # would compute a product of vectors in half precision.
     deviations = torch.stack([q, w, q + w, weight])
     deviations = deviations - deviations.mean(1, keepdim=True)
-    squares = torch.linalg.vecdot(deviations, deviations, dim=1).nan_to_num(0.0)
+    squares = deviations.square().sum(1).nan_to_num(0.0)
     # Sum over the odd columns for the even columns, and vice versa.
     qq, ww, pp, spread = squares.reshape(4, -1, 2).sum(1).flip(1).unbind()
     # Twice the covariance of log q and log p. A slope b = pq / 2 qq has the squared relative error
