@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
+from tests.cases import every
 from tests.compiled.programs import reasons, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -393,7 +394,7 @@ def test_an_annealing_factor_is_an_input_of_weighted_objectives(make: Callable[[
     assert len(loss._specializations) == 1
 
 
-@pytest.mark.parametrize("plain", [Trace_ELBO(), TraceIWAE_ELBO(2), RenyiELBO(0.5, 2)])
+@pytest.mark.parametrize("plain", every(3, [TraceIWAE_ELBO(2), Trace_ELBO(), RenyiELBO(0.5, 2)]))
 def test_attributes_of_a_loss_are_seen_at_the_next_step(plain: Any) -> None:
     def model(x: Tensor) -> None:
         with pyro.plate("data", len(x)):

@@ -113,6 +113,7 @@ def test_parameters_of_modules_that_share_no_names(local: bool) -> None:
     assert uses(loss) >= 3
 
 
+@pytest.mark.slow
 def test_a_step_in_which_ranks_talk_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     met = []
     for module in (ranks, chain):

@@ -32,6 +32,7 @@ from pyro_mcvae import (
     load_checkpoint,
     save_checkpoint,
 )
+from tests.cases import every
 from tests.compiled.programs import assert_same_run, batches, make, reasons, train, uses
 
 MANY: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
@@ -46,7 +47,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", every(2, LOSSES))
 def test_losses_and_parameters_are_those_of_the_plain_loss(name: str) -> None:
     loss = assert_same_run(LOSSES[name])
     assert uses(loss) == 9 + 1

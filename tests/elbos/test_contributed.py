@@ -193,7 +193,7 @@ def evidence_with_own_latents():
     return float(weight.logsumexp(0) - math.log(200_000))
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_data_that_share_an_untraced_draw_share_a_weight(own):
     # A weight for each datum had -1.74 ± 0.03 where nothing else is latent.
     model, guide = shared_rate(own=own)

@@ -403,7 +403,7 @@ def test_floats_in_subsample_are_no_minibatch(subsample):
     assert isinstance(result.prior, LogEvidence)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_search_is_claimed_where_chains_from_the_prior_were_not_compared(size):
     """The guide draws one of two modes; few chains from the prior reach them."""
     x = torch.linspace(1.0, 3.0, size)

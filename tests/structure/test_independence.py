@@ -307,9 +307,12 @@ def counts_gradient():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: TraceSGVB_ELBO(num_particles=20, vectorize_particles=True),
+        pytest.param(
+            lambda: TraceSGVB_ELBO(num_particles=20, vectorize_particles=True),
+            marks=pytest.mark.slow,
+        ),
         lambda: TraceIWAE_ELBO(1),
-        TraceRaoBlackwell_ELBO,
+        pytest.param(TraceRaoBlackwell_ELBO, marks=pytest.mark.slow),
         lambda: TraceRaoBlackwell_ELBO(0),
         lambda: TraceRaoBlackwell_ELBO(math.inf),
     ],

@@ -74,7 +74,7 @@ def counted(seen, rate=2.0):
         pyro.sample("y", dist.Binomial(n, 0.5), obs=seen)
 
 
-@pytest.mark.parametrize("num_states", [2, 30])
+@pytest.mark.parametrize("num_states", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_counts_that_the_prior_never_draws_are_found(num_states):
     seen = torch.tensor([40.0, 0.0])
     guide = TruncatedPosterior(counted, num_states=num_states)
