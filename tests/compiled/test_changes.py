@@ -403,7 +403,7 @@ REFUSED = {
     "NumPy": (lambda: numpy_random, "draws random numbers from NumPy's generator"),
     "generator of Python": (lambda: python_generator, "random numbers from global 'drawn'"),
     "generator of NumPy": (numpy_generator, "random numbers from 'generator', which model clos"),
-    "iterator": (iterator, "reads an iterator, 'batches', which model closes over: pass what it"),
+    "iterator": (iterator, "reads an iterator, 'batches', which model closes over: pass its items"),
     "large array": (
         large_array,
         "reads an array, 'table', which .* of 1600000 bytes: .*make it a tensor",
