@@ -22,12 +22,14 @@ from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import first_line
 
-# Whether two ways to compute a step have the same numbers.
+# Compare two computations of the same step.
 
-# A decision that rounding turns, of a Metropolis test say, makes other numbers now and then.
+# Rounding can flip a decision, such as a Metropolis test; the results then differ occasionally.
 _ATTEMPTS = 3
-# How many roundings of its largest entry an output may be off, and how many times what one rounding
-# of every parameter changes in it: a long chain magnifies errors, a sum near zero has large terms.
+# The allowed error of an output, in roundings of its largest entry; and as a multiple of its change
+# if every parameter is rounded differently. Long chains magnify errors, and a sum near zero can
+# have
+# large terms.
 _ROUNDINGS, _MAGNIFIED = 32, 64
 _EVERY = 1024
 
@@ -54,10 +56,10 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]]) -> list[int]:
     """
-    Find the outputs of a graph that another way to compute them does not share, but for rounding.
+    Return the outputs of a graph that differ from another computation by more than rounding.
 
-    :param pairs: each output of the graph, and the other's.
-    :param moved: computes the graph's outputs once more, with every parameter rounded otherwise.
+    :param pairs: each output of the graph, with that of the other computation.
+    :param moved: computes the graph's outputs again, with every parameter rounded differently.
     """
     eps = _coarsest(graph)
     allowed = [_ROUNDINGS * eps * _largest(expected) for expected, _ in pairs]
@@ -70,12 +72,14 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
 
 
 def perturbed(inputs: list[Tensor], graph: GraphModule) -> list[Tensor]:
-    """Return the inputs with a rounding error in each parameter; in each input if none is one."""
+    """
+    Return the inputs with a rounding error in each parameter, or in each input if there are none.
+    """
     known = any(t.requires_grad for t in inputs)
     eps, moved = _coarsest(graph), []
     for t in inputs:
         if t.is_floating_point() and (t.requires_grad or not known):
-            # The same signs each time, and no random numbers.
+            # The signs are the same each time, and use no random numbers.
             signs = torch.arange(t.numel(), device=t.device).reshape(t.shape).sin().sign()
             t = t.detach() * (1 + eps * signs).to(t.dtype)
         moved.append(t)
@@ -86,9 +90,9 @@ def check_kernels(
     run: Callable[..., list[Tensor]], graph: GraphModule, example: list[Tensor]
 ) -> None:
     """
-    Compare compiled kernels with the graph that they were made of, at a few draws.
+    Compare compiled kernels with their graph, at a few draws.
 
-    :raises RuntimeError: if their numbers are others at each of them.
+    :raises RuntimeError: if the results differ at every draw.
     """
     begin = Generators()
     for _ in range(_ATTEMPTS):
@@ -140,9 +144,9 @@ def _coarsest(graph: GraphModule) -> float:
     return max((torch.finfo(t).eps for t in types if t.is_floating_point), default=1e-16)
 
 
-# The kernels of a compiled graph in one file for the C++ compiler, or in one for each processor.
+# Compile the kernels of a graph in one C++ file, or in one file per processor.
 
-# Two files are compiled at a time, where they are so long that their headers do not matter.
+# Two files are compiled in parallel if they are much longer than their headers.
 _LONG = 100_000
 
 _INCLUDES = """
@@ -153,7 +157,7 @@ _INCLUDES = """
 #include <cstdlib>
 #include <sstream>
 """
-# Each in a namespace of its own; the name that Inductor gives all of them is made another.
+# Each kernel gets a separate namespace, and another name than Inductor gives all of them.
 _PART = """
 namespace part_{i} {{
 #define kernel kernel_{i}
@@ -165,7 +169,7 @@ namespace part_{i} {{
 
 
 class _Kernel:
-    """A kernel that is not compiled yet; if it is called, it is compiled alone."""
+    """A kernel that is not compiled yet. If it is called, it is compiled separately."""
 
     def __init__(self, cache: Any, types: list[str], source: str) -> None:
         self.cache, self.types, self.source = cache, types, source
@@ -180,9 +184,9 @@ class _Kernel:
 @contextmanager
 def in_one_file() -> Iterator[None]:
     """
-    Compile the kernels of graphs that are compiled within at the end, together.
+    Compile all kernels of the graphs inside this context together, at its end.
 
-    Where this version of PyTorch does not have what it takes, or the file cannot be compiled,
+    If this version of PyTorch does not support it, or the file cannot be compiled,
     kernels are compiled one by one, as Inductor does.
     """
     from torch._inductor.async_compile import AsyncCompile
@@ -212,7 +216,7 @@ def in_one_file() -> Iterator[None]:
     try:
         _compile(kernels)
     except Exception:
-        return  # each by itself, when it is called
+        return  # each separately, when it is called
     for scope in scopes:
         scope.update((n, k.run) for n, k in list(scope.items()) if isinstance(k, _Kernel))
 
@@ -226,11 +230,11 @@ def _compile(kernels: list[_Kernel]) -> None:
     long = sum(len(k.source) for k in kernels) > _LONG and (os.cpu_count() or 1) > 1
     files = [kernels[::2], kernels[1::2]] if long else [kernels]
     loads = [First.load_async(_source(file, Cache.suffix_template), "cpu") for file in files]
-    with ThreadPoolExecutor(len(files)) as threads:  # the compiler is another process
+    with ThreadPoolExecutor(len(files)) as threads:  # the compiler runs in another process
         libraries = list(threads.map(lambda load: load(), loads))
     for library, file in zip(libraries, files, strict=True):
         for i, kernel in enumerate(file):
-            # One file has the modules of all of them, each with its own function that makes it.
+            # One file has the modules of all kernels, each with a separate init function.
             name = f"{library.__name__.rpartition('.')[0]}.kernel_{i}"
             spec: Any = importlib.util.spec_from_file_location(name, library.__file__)
             module = importlib.util.module_from_spec(spec)
@@ -253,17 +257,17 @@ def _source(kernels: list[_Kernel], template: str) -> str:
     return "".join(parts)
 
 
-# Run a recorded graph, compiled or as it is.
+# Run a recorded graph, compiled or not.
 
 _logger = logging.getLogger(__name__)
 
 Run = Callable[..., list[Tensor]]
 
-# A compiler takes about a second for a hundred operations: beyond these it takes minutes.
+# Compiling takes about a second per hundred operations: minutes for a larger graph.
 _MOST = 5000
 
 _aten = torch.ops.aten
-# A call through torch.ops looks its arguments up in a schema, 1 to 2 of some 5 microseconds.
+# A call through torch.ops looks up its schema, which takes 1 to 2 of about 5 microseconds.
 _OVERLOADS = {
     "Tensor": "add sub mul div pow eq ne lt le gt ge",
     "Scalar": "eq ne lt le gt ge",
@@ -285,7 +289,7 @@ _QUICK |= {_aten.expand.default: Tensor.expand, _aten.view.default: Tensor.view}
 
 
 def quick(graph: GraphModule) -> GraphModule:
-    """Return a graph of the same operations, by the quickest calls of the same kernels."""
+    """Return a graph that calls the same kernels in the fastest way."""
     module = GraphModule(torch.nn.Module(), copy.deepcopy(graph.graph))
     for node in module.graph.nodes:
         node.target = _QUICK.get(node.target, node.target)
@@ -295,7 +299,7 @@ def quick(graph: GraphModule) -> GraphModule:
 
 class Backend:
     """
-    Makes a function of a graph.
+    Compiles a graph to a function.
 
     :param str name: ``"eager"``, ``"inductor"`` or another backend of :func:`torch.compile`.
     :param options: of :func:`torch.compile`.
@@ -340,7 +344,8 @@ class Backend:
 
         run: Run
         plain = self.name == "inductor" and not self.options
-        # The random numbers of PyTorch's own operations: a compiled step draws those of the plain
+        # Use the random numbers of PyTorch's operations, so that a compiled step draws those of the
+        # plain
         # one. Measured, they cost no more than Inductor's.
         with config.patch({"fallback_random": True}):
             if plain:
@@ -352,7 +357,7 @@ class Backend:
                     )
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
-            # Its first call, which is the compilation of torch.compile.
+            # torch.compile compiles in the first call.
             generators = Generators()
             outputs = run(*example)
             generators.put_back()
@@ -375,15 +380,15 @@ def _inductor(graph: GraphModule, example: list[Tensor]) -> Callable[[list[Tenso
 
     owns = owns_outputs(graph.graph)
     run: Any = compile_fx(graph, list(example), inner_compile=remembered)
-    # What stands around the compiled function puts views of inputs and updates of them together.
-    # Where there are none it does nothing, in a tenth of the time of a small graph.
+    # The wrapper of the compiled function joins views of inputs with their updates.
+    # Without any it does nothing, but takes a tenth of the time of a small graph.
     if owns and len(kernels) == 1:
         return getattr(kernels[0], "current_callable", kernels[0])
     return lambda inputs: run(*inputs)
 
 
 def _driver(outlined: Outline, example: list[Tensor]) -> Run:
-    """Return the function of a graph whose bodies are compiled once."""
+    """Return the function of a graph, with each repeated body compiled once."""
     from torch._inductor import config
 
     def compile(graph: GraphModule, example: list[Tensor], inner: bool) -> Callable[[], Run]:
@@ -394,7 +399,7 @@ def _driver(outlined: Outline, example: list[Tensor]) -> Run:
     driver, layouts = quick(outlined.driver(compile)), _layouts(example)
 
     def checked(*inputs: Tensor) -> list[Tensor]:
-        if _layouts(inputs) != layouts:  # which bodies do not check
+        if _layouts(inputs) != layouts:  # bodies do not check layouts
             raise RuntimeError("an input has another layout than when the step was recorded")
         return driver(*inputs)
 
@@ -415,14 +420,14 @@ def _unboxed(
     return run
 
 
-# What bodies check of each tensor, at a tenth of their time; tensors of more bytes are not kept.
+# The layout checks of bodies, which take a tenth of their time. Larger tensors are not kept.
 _ASSERTS, _SMALL = ("size_asserts", "alignment_asserts"), 16_384
 
 
 class _Memory:
     """
-    Lets a compiled function write to the same small tensors in each step: to allocate them takes
-    half of its time. Nothing that it returns is used after the step.
+    Lets a compiled function reuse its small tensors in each step, because allocating them takes
+    half of its time. Its results are not used after the step.
     """
 
     def __init__(self, call: Callable[..., object]) -> None:
@@ -452,5 +457,5 @@ class _Memory:
             self._kept.clear()
 
 
-# What the code that Inductor writes calls.
+# The functions that the code generated by Inductor calls.
 _ALLOCATE = "empty_strided_cpu"

@@ -1,4 +1,4 @@
-"""CompiledELBO: when a step is recorded, replayed, compared with the plain one, and given up."""
+"""CompiledELBO: decide when a step is recorded, replayed, compared and left uncompiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pyro_mcvae.programs.contract import LossModule
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.types import Program, first_line
 
-# One kind of call of a loss: when it is recorded, replayed, compared, and given up.
+# One kind of call of a loss: when it is recorded, replayed, compared, and left uncompiled.
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ _MISSED = object()
 
 class Specialization:
     """
-    Calls that differ in their tensors' values only.
+    Calls that differ only in the values of their tensors.
 
     :param loss: the loss.
     :param log_reason: logs why the calls cannot be recorded.
@@ -111,7 +111,7 @@ class Specialization:
         return getattr(self._loss, call.function)(call.model, call.guide, *call.args, **call.kwargs)
 
     def _watched(self, call: Call) -> object:
-        """Take the uncompiled step, and before a recording note the code that it executes."""
+        """Take the uncompiled step, and note the code that it executes before a recording."""
         self._plain_steps += 1
         if self._plain_steps < self._wait:
             return self._plain(call)
@@ -161,13 +161,13 @@ class Specialization:
             generators.put_back()
             return self._compared(recording, outcome, call, generators)
         if not outcome.is_usable():
-            # It takes another way than the recorded one, or is not finite.
+            # The step takes another branch than the recorded one, or is not finite.
             generators.put_back()
             recording.misses += 1
             if recording.misses > 8 + recording.uses // 2:
                 self._recordings.remove(recording)
             return _MISSED
-        self._recordings.sort(key=lambda r: r is not recording)  # the first one to try next time
+        self._recordings.sort(key=lambda r: r is not recording)  # tried first next time
         recording.commit(outcome)
         return self._to_result(call, recording, outcome)
 
@@ -223,10 +223,11 @@ class Specialization:
         self._recordings, self._dependencies, self.unsupported = [], None, reason
         self._log_reason(reason)
 
-    # The three functions of a loss: how a recorded step returns what the plain one does.
+    # The three functions of a loss: return the result of a recorded step like that of the plain
+    # one.
 
     def _run_eager(self, call: Call, recording: Recording) -> tuple[Any, Tensor, list[Tensor]]:
-        """Take the uncompiled step; return also its loss and its gradients, to be compared."""
+        """Take the uncompiled step, and return also its loss and gradients for the comparison."""
         leaves, adds = recording.leaves, call.function == "loss_and_grads"
         before = [p.grad for p in leaves]
         gradients: Sequence[Tensor | None] = []
@@ -237,12 +238,12 @@ class Specialization:
             if adds:
                 gradients = [p.grad for p in leaves]
         finally:
-            # To gradients of zero those that were there are added.
+            # Existing gradients are added to zero gradients.
             for p, old in zip(leaves, before, strict=True):
                 if adds and old is not None:
                     p.grad = old if p.grad is None else old + p.grad
         if call.function == "differentiable_loss" and result.requires_grad:
-            gradients = gradients_of(result, leaves)  # once more than they are used
+            gradients = gradients_of(result, leaves)  # one more than the uses
         loss = (
             result.detach()
             if isinstance(result, Tensor)
@@ -252,7 +253,7 @@ class Specialization:
         return result, loss, [torch.zeros_like(p) if g is None else g for g, p in zeros]
 
     def _to_result(self, call: Call, recording: Recording, outcome: Outcome) -> object:
-        """Return what a recorded step computed, as the uncompiled one does."""
+        """Return the results of a recorded step in the form of the uncompiled one."""
         if call.function == "loss_and_grads":
             for p, gradient in zip(recording.leaves, outcome.gradients, strict=True):
                 if p.grad is None:
@@ -261,7 +262,7 @@ class Specialization:
                     p.grad += gradient
         store = pyro.get_param_store()
         for handler in _PYRO_STACK:
-            # SVI learns what to optimise by it. To call pyro.param takes three times as long.
+            # SVI finds the parameters by these. A call of pyro.param takes three times as long.
             assert isinstance(handler, TraceMessenger)
             for name, site in recording.param_sites.items():
                 handler.trace.add_node(name, **{**site, "value": store[name]})
@@ -298,12 +299,13 @@ class _WithGradients(torch.autograd.Function):
         return (None, None, *torch._foreach_mul(ctx.gradients, scale.to(ctx.gradients[0].dtype)))
 
 
-# A loss recorded once, and replayed.
+# A loss that is recorded once and replayed.
 
-# Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.
+# The number of kinds of calls. A program with more is called with new ones all the time, so that
+# recordings do not pay.
 _MAX_SPECIALIZATIONS = 16
 
-# The options of Pyro's losses, which are those of the plain loss.
+# The options of Pyro's losses, read from the plain loss.
 _PYROS = frozenset(inspect.signature(ELBO.__init__).parameters) - {"self", "num_particles"}
 
 
@@ -353,7 +355,7 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_initialized() and name in (options_of(self.plain) | _PYROS) - {"loss"}:
-            setattr(self.plain, name, value)  # which may refuse it
+            setattr(self.plain, name, value)  # may raise an error
             self._clear()
         else:
             super().__setattr__(name, value)
@@ -418,13 +420,13 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # The kernel, the schedule, last_step, bounds: what the loss has is the same here.
+            # Attributes of the plain loss, such as kernel, schedule, last_step and bounds.
             if name.startswith("_") or name == "plain":
                 raise
             return getattr(self.plain, name)
 
     def __getstate__(self) -> dict[str, object]:
-        # Recordings hold the very tensors of programs; a copy makes its own.
+        # Recordings refer to the tensors of the programs, so a copy records again.
         return {**self.__dict__, "_specializations": {}, "_warn": WarnOnce(_logger)}
 
     def _log_reason(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Recorded graphs: simplify them, and call them as functions that change nothing."""
+"""Simplify recorded graphs, and convert them to functions without side effects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 
 # What an operation does ---------------------------------------------------------------------------
 
-# Running statistics, which these update without saying so in their schema.
+# These update running statistics, which their schema does not declare.
 _STATISTICS = {
     getattr(_aten, name).default: (3, 4)
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -30,7 +30,7 @@ _STATISTICS = {
 
 
 def _is_functional(node: Node) -> bool:
-    """Return whether a node changes nothing; it may draw random numbers."""
+    """Return whether a node has no side effects; it may draw random numbers."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op == "call_function"
     schema = getattr(node.target, "_schema", None)
@@ -125,7 +125,7 @@ def returned_by(graph: Graph) -> tuple[Node, list[Any]]:
 
 def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[Update]]:
     """
-    Lift what a graph holds to its first inputs, and what it updates in place to its last outputs.
+    Make the constants of a graph its first inputs, and its updates in place its last outputs.
 
     :returns: the graph ``(*constants, *inputs) -> (*outputs, *updates)``, the constants, and what
         is updated of them. Its outputs share no memory, with each other or with inputs.
@@ -136,7 +136,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     _numbers_to_full(recorded)
     _simplify(graph)
     _fold(graph)
-    # PyTorch's own pass takes unused draws out, in some versions: the others would be other ones.
+    # In some versions PyTorch's pass removes unused draws, which would change all later draws.
     for node in reversed(list(graph.nodes)):
         if not node.users and (_is_pure(node) or node.op == "get_attr"):
             graph.erase_node(node)
@@ -168,10 +168,10 @@ _FILLED: dict[object, Any] = {
 
 def _simplify(graph: Graph) -> None:
     """
-    Remove what changes nothing, since each operation costs a call.
+    Remove operations without an effect, because each costs a call.
 
-    Ones like this tensor are ones like any other: a gradient begins with them at each transition,
-    and what is computed of them is then computed once.
+    All tensors of ones are treated alike: the gradient of each transition starts with ones, and
+    results computed from them are then computed once.
     """
     owners, fixed = _memory_owners(graph.nodes), set(_constant_nodes(graph))
     for node in graph.nodes:
@@ -182,10 +182,10 @@ def _simplify(graph: Graph) -> None:
             continue
         if node.target not in _SAME | _COPIES or not isinstance(source, Node):
             continue
-        # Without gradients a detached tensor is what it detaches.
+        # Without gradients a detached tensor equals its argument.
         alike = node.target in _DETACHED or _layout(node) == _layout(source) is not None
         if node.target in _COPIES:
-            # Of what is held a copy may be meant: it may be written to under another name.
+            # Copies of constants are kept: the original may be written to under another name.
             alike &= node in fixed and owners.get(source, source).op == "call_function"
             alike &= node.target == _aten.clone.default or node.args[1] == 1
         if alike:
@@ -193,7 +193,7 @@ def _simplify(graph: Graph) -> None:
 
 
 def _out_of_place(graph: Graph) -> None:
-    """Compute a new tensor where an operation writes to one that nothing else reads."""
+    """Replace a write to a tensor that nothing else reads by a new tensor."""
     for node in graph.nodes:
         source, name = node.args[0] if node.args else None, getattr(node.target, "_opname", "")
         if not (name.endswith("_") and isinstance(source, Node) and _is_pure(source)):
@@ -207,7 +207,7 @@ def _out_of_place(graph: Graph) -> None:
 
 def _numbers_to_full(recorded: GraphModule) -> None:
     """
-    Fill tensors that Python made of one number: a chain's model makes them at each transition.
+    Fill tensors that Python created from one number, as the model of a chain does per transition.
     """
     graph = recorded.graph
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
@@ -228,7 +228,7 @@ def _fill(node: Node, value: Any) -> None:
 _VIEWS = {_aten.expand.default, _aten.view.default, _aten.unsqueeze.default, _aten.t.default}
 _SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
 _BINARY = _SCALED | {_aten.add.Tensor, _aten.sub.Tensor}
-# What these are of one number, exactly and on every device.
+# The results of these for one number are exact on every device.
 _KNOWN: dict[tuple[object, float], float] = {
     (_aten.log.default, 1.0): 0.0,
     (_aten.exp.default, 0.0): 1.0,
@@ -238,10 +238,10 @@ _KNOWN: dict[tuple[object, float], float] = {
 
 def _fold(graph: Graph) -> None:
     """
-    Compute with numbers instead of tensors that are one number everywhere, without other values.
+    Replace tensors with equal entries by numbers, without changing any value.
 
-    A standard normal prior has a location of zeros and a scale of ones, and gradients begin with
-    ones: products with 1 and differences from 0 go.
+    A standard normal prior has a location of zeros and a scale of ones, and gradients start with
+    ones: products with 1 and differences from 0 are removed.
     """
     numbers, shares, fixed = (
         dict[Any, float](),
@@ -281,7 +281,7 @@ def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
 
 
 def _alike(node: Node, other: Node) -> bool:
-    """Return whether two nodes have one layout, without dims that share memory."""
+    """Return whether two nodes have the same layout, without dims that share memory."""
     return _layout(node) == _layout(other) is not None and 0 not in node.meta["tensor_meta"].stride
 
 
@@ -312,7 +312,7 @@ def _layout(node: Node) -> tuple[object, ...] | None:
 
 
 def _constants_to_inputs(recorded: GraphModule) -> list[Tensor]:
-    """Turn tensors that the graph holds, one for each object, into its first inputs."""
+    """Make the constant tensors of the graph its first inputs, one for each object."""
     graph = recorded.graph
     inputs: dict[int, Node] = {}
     constants: list[Tensor] = []
@@ -320,7 +320,7 @@ def _constants_to_inputs(recorded: GraphModule) -> list[Tensor]:
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         tensor = operator.attrgetter(str(node.target))(recorded)
         if id(tensor) not in inputs:
-            # Before nothing is at the beginning: a first node that is lifted itself is erased.
+            # Insert at the start of the graph, because the first node itself may be erased.
             with graph.inserting_after(last) if last else graph.inserting_before(None):
                 last = inputs[id(tensor)] = graph.placeholder(f"constant_{len(constants)}")
             constants.append(tensor)
@@ -331,8 +331,8 @@ def _constants_to_inputs(recorded: GraphModule) -> list[Tensor]:
 
 def _merge_equal(graph: Graph) -> None:
     """
-    Merge operations that are the same function of the same values: a chain asks its model for the
-    same constants at each transition.
+    Merge operations that compute the same function of the same values, such as constants that the
+    model creates at each transition of a chain.
     """
     known: dict[Hashable, Node] = {}
     for node in _constant_nodes(graph):
@@ -357,8 +357,7 @@ def key_of(value: Argument) -> Hashable:
 
 def _owned_outputs(graph: Graph) -> None:
     """
-    Let each output be a tensor of its own, which is dense: gradients are handed to optimizers and
-    users, who write to them.
+    Make each output a separate, dense tensor, because optimizers and users write to gradients.
     """
     owners, seen, owned = _memory_owners(graph.nodes), set[Node](), []
     output, returned = returned_by(graph)
@@ -377,7 +376,7 @@ def _is_dense(node: Node) -> bool:
     """Return whether a tensor's memory has exactly one place for each entry."""
     meta = node.meta.get("tensor_meta")
     if meta is None:
-        return True  # a copy of ours
+        return True  # a copy made here
     tensor = torch.empty_strided(meta.shape, meta.stride, device="meta")
     return torch.empty_like(tensor).stride() == tensor.stride()
 
@@ -504,7 +503,7 @@ class Update:
             buffer.detach().copy_(new[0])
 
     def done(self, buffer: Tensor, new: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what would be written, and what stands in the tensor now."""
+        """Return the values to write, and the present values of the tensor."""
         return new[-1], buffer.index_select(0, new[0]) if self.rows else buffer
 
 
@@ -523,7 +522,7 @@ def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
         if last is not None:
             new += last.args[2:4]
             graph.erase_node(last)
-        else:  # a copy is written instead, of which nothing needs to know before
+        else:  # a copy is written instead, which nothing reads before
             users = [n for n in graph.nodes if node in n.all_input_nodes]
             seen = [n for n in users if viewed_by(n) is node or node in _written(n)]
             with graph.inserting_before(seen[0]):
@@ -538,8 +537,8 @@ def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
 
 def _rows(graph: Graph, buffer: Node) -> Node | None:
     """
-    Return the single write of rows to a buffer that is not read afterwards. Copying the states of
-    all data, where a minibatch changes a few, would cost more than the step.
+    Return the single write of rows to a buffer that is not read afterwards. If a minibatch changes
+    a few rows, copying the states of all data would cost more than the step.
     """
     owners = _memory_owners(graph.nodes)
     uses = [n for n in graph.nodes if any(owners.get(i, i) is buffer for i in n.all_input_nodes)]
@@ -550,18 +549,20 @@ def _rows(graph: Graph, buffer: Node) -> Node | None:
     return last if last.args[:2] == (buffer, 0) else None
 
 
-# Constants that stay ------------------------------------------------------------------------------
+# Fixed constants ----------------------------------------------------------------------------------
 
 
 def fresh(graph: Graph, count: int) -> set[int]:
-    """Return which of a graph's first inputs are tensors that Python made of numbers inside it."""
+    """
+    Return which of the first inputs are tensors that Python created from numbers in the graph.
+    """
     inputs = [n for n in graph.nodes if n.op == "placeholder"][:count]
     return {i for i, n in enumerate(inputs) if all(u.target in _COPIED_NUMBERS for u in n.users)}
 
 
 def split_off(graph: Graph, stays: list[bool]) -> tuple[GraphModule, GraphModule]:
     """
-    Split off what depends on constants alone that stay as they are, to be computed once.
+    Split off the operations that depend only on constants, to compute them once.
 
     :param stays: which of the graph's first inputs these are.
     :returns: the graphs ``(*constants) -> (*prepared)`` and ``(*prepared, *inputs) -> (*outputs)``.

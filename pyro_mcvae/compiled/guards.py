@@ -35,15 +35,15 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 class NotRecordable(BaseException):
     """
-    A step does what no recording can repeat.
+    A step has an effect that a recording cannot repeat.
 
-    Not an ``Exception``: programs, and checks of them, catch these and go on, and what was read
-    until then would be taken for a constant.
+    It is not an ``Exception``, because programs and their checks catch exceptions and continue.
+    The values read until then would be recorded as constants.
     """
 
 
 def said_by(error: BaseException) -> str:
-    """Return an error in one line, with the program's line that it comes from."""
+    """Return an error in one line, with the line of the program that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -79,7 +79,7 @@ def trace(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> GraphM
 
 @contextmanager
 def _described_by_devices() -> Iterator[None]:
-    # PyTorch describes each result by a fake tensor, too: half of the time of a recording.
+    # PyTorch also creates a fake tensor for each result, which takes half of the recording time.
     describe = proxy_tensor.extract_val
     proxy_tensor.extract_val = lambda value, *_, **__: getattr(value, "device", None)
     try:
@@ -90,9 +90,8 @@ def _described_by_devices() -> Iterator[None]:
 
 class _HostReads(TorchDispatchMode):
     """
-    Watches for values that the host reads, by whichever function: also ``torch.full(shape,
-    buffer)`` and ``table[buffer]`` read the buffer, and the shape of ``torch.where(mask)`` depends
-    on the mask.
+    Detects values that the host reads, in any function: ``torch.full(shape, buffer)`` and
+    ``table[buffer]`` read the buffer, and the shape of ``torch.where(mask)`` depends on the mask.
 
     Reading a computed value or shape raises an error. A stored tensor, such as a buffer, may be
     read; every replay checks that it has not changed.
@@ -133,7 +132,7 @@ def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
     return not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-# Numbers that a loss makes of tensors -------------------------------------------------------------
+# Numbers that a loss reads from tensors -----------------------------------------------------------
 
 
 class Reading(float):
@@ -189,9 +188,9 @@ for _name in ("lt", "le", "gt", "ge", "bool", "int", "float", "trunc", "floor", 
     setattr(Reading, f"__{_name}__", _decides)
 
 
-# What Python asks of tensors ----------------------------------------------------------------------
+# Conversions of tensors to Python values ----------------------------------------------------------
 
-# Of floats alone these make a float.
+# With only floats as arguments these return a float.
 _ARITHMETIC = {
     *("add", "radd", "sub", "rsub", "mul", "rmul", "div", "rdiv", "truediv", "rtruediv"),
     *("true_divide", "pow", "rpow", "neg", "abs"),
@@ -200,17 +199,17 @@ _COMPARISONS: dict[object, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
 }
-# These read memory by no operation.
+# These read memory without an operation.
 _UNRECORDED = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _SPLITS = (torch.tensor_split, Tensor.tensor_split)
 
 
 class ReadingMode(TorchFunctionMode):
     """
-    Watches a step that is being recorded for numbers that Python makes of tensors.
+    Detects numbers that Python reads from tensors in a step that is being recorded.
 
-    :param backward: what ``loss.backward()`` does, with its arguments.
-    :param numbers: tensors that stand for floats: beside a tensor they take its type, as floats do.
+    :param backward: replaces ``loss.backward()``, with its arguments.
+    :param numbers: tensors that represent floats; combined with a tensor they take its type.
     """
 
     def __init__(self, backward: Callable[..., None], numbers: Iterable[Tensor] = ()) -> None:
@@ -284,9 +283,9 @@ class ReadingMode(TorchFunctionMode):
 
 def _fixed(value: Tensor) -> Any:
     """
-    Return a value that a library reads, for a branch or an index: every replay checks it.
+    Return a value that a library reads for a branch or an index; every replay checks it.
 
-    A program's own decisions are refused: they are other ones at the next step.
+    Decisions of the program itself raise an error, because they may differ in the next step.
     """
     with disable_proxy_modes_tracing():
         number = value.item()
@@ -296,8 +295,8 @@ def _fixed(value: Tensor) -> Any:
 
 def _stays(code: CodeType, caller: object) -> bool:
     """
-    Return whether a number that is read cannot change: a comparison of transforms by PyTorch, or
-    the indices of a loop over a plate without a minibatch.
+    Return whether a number that is read cannot change: it compares transforms in PyTorch, or is an
+    index of a loop over a plate without a minibatch.
     """
     whole = isinstance(caller, SubsampleMessenger) and caller.subsample_size == caller.size
     return whole or code.co_filename.startswith(_TORCH)
@@ -312,9 +311,9 @@ def _in_a_program() -> bool:
 
 def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     """
-    Compute PyTorch's ``one_hot``, which reads the categories to refuse those out of range.
+    Compute ``one_hot``; PyTorch's function reads the categories to reject those out of range.
 
-    Every replay checks that there are none; if there are, the plain step is taken, and refuses.
+    Every replay checks that there are none. Otherwise the plain step runs and raises the error.
     """
     if num_classes < 0:
         _unsupported_op("has a shape that depends on values (one_hot without num_classes)")

@@ -37,7 +37,7 @@ from pyro_mcvae.programs.outside_values import (
 )
 from pyro_mcvae.programs.types import Program
 
-# What a call of a loss is, so that a recording of one serves the other.
+# The signature of a call: calls with equal ones share a recording.
 
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = dict[str, object]
@@ -53,9 +53,9 @@ class Call:
     One call of one of a loss's functions.
 
     :ivar function: ``loss``, ``differentiable_loss`` or ``loss_and_grads``.
-    :ivar leaves: of the arguments; tensors and floats are a recording's inputs.
-    :ivar spec: how they are put together: a tree, or, which is quicker, as many arguments of
-        these names.
+    :ivar leaves: the leaves of the arguments; tensors and floats are inputs of a recording.
+    :ivar spec: the structure of the arguments: a tree, or, which is faster, the number and names of
+        plain arguments.
     """
 
     function: str
@@ -74,9 +74,9 @@ class Call:
     @property
     def key(self) -> Hashable:
         """
-        Equal for calls that one recording may serve.
+        Return a key that is equal for calls that can share a recording.
 
-        :raises NotRecordable: naming an argument that no recording can take.
+        :raises NotRecordable: naming an argument that a recording cannot have.
         """
         about = [_about(i, leaf) for i, leaf in enumerate(self.leaves)]
         pair = _hashable(self.model), _hashable(self.guide)
@@ -96,7 +96,7 @@ class Call:
         return [number for number, leaf in pairs if not isinstance(leaf, Tensor)]
 
     def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
-        """Return the arguments with other tensors in place of the inputs."""
+        """Return the arguments with other tensors instead of the inputs."""
         values = iter(inputs)
         leaves = [next(values) if _is_input(leaf) else leaf for leaf in self.leaves]
         if isinstance(self.spec, Tree):
@@ -121,7 +121,7 @@ def _about(index: int, leaf: object) -> Hashable:
     if isinstance(leaf, Tensor):
         why = "requires a gradient" if leaf.requires_grad else f"is a {type(leaf).__name__}"
     elif callable(leaf):
-        return _hashable(leaf)  # its own globals and attributes are watched
+        return _hashable(leaf)  # its globals and attributes are watched separately
     else:
         why = f"is a {type(leaf).__name__}, whose changes do not show"
     raise NotRecordable(
@@ -130,7 +130,8 @@ def _about(index: int, leaf: object) -> Hashable:
 
 
 def _hashable(program: object) -> Hashable:
-    # Objects of dataclasses have no hash; a method of one is hashed by who has it.
+    # Objects of dataclasses have no hash, so their methods are hashed by the identity of the
+    # object.
     return program if isinstance(program, Hashable) else MethodType(id, program)
 
 
@@ -148,28 +149,30 @@ def _settings() -> tuple[Hashable, ...]:
     return (torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
 
 
-# One step of a loss, its gradient included, as one graph.
+# One step of a loss and its gradient as one graph.
 
-# Stands for a tensor among the parts of what a step wrote.
+# Marks a tensor in a value that a step wrote.
 _TENSOR = object()
 
 
 class NotUsable(NotRecordable):
-    """This very step is not finite, or takes a way that others do not."""
+    """This step is not finite, or takes a branch that other steps do not take."""
 
 
 # Gradients ----------------------------------------------------------------------------------------
 
 
 def _has_hooks(leaf: Tensor) -> bool:
-    """Return whether a parameter has hooks on its gradient or its accumulation."""
+    """Return whether a parameter has hooks on its gradient or on the accumulation of gradients."""
     return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 def gradients_of(
     loss: Tensor, leaves: list[Tensor], gradient: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of parameters, as they are before hooks; None where there is none."""
+    """
+    Return the gradients of parameters before hooks run; None for parameters without a gradient.
+    """
     hooks_before = [leaf._backward_hooks for leaf in leaves]
     for leaf in leaves:
         leaf._backward_hooks = None
@@ -201,7 +204,7 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
     return leaves
 
 
-# What a step changes besides ----------------------------------------------------------------------
+# Side effects of a step ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,7 +214,7 @@ class Slot:
 
     :ivar owner: the class of the object that has it.
     :ivar tensors: those of its new value, which are outputs of the recording.
-    :ivar rebuild: makes another such value of other tensors.
+    :ivar rebuild: creates such a value from other tensors.
     """
 
     owner: type
@@ -245,16 +248,18 @@ def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
 
 class Surroundings:
     """
-    The state that a step may change and its replays would not. An error inside restores all of it.
+    The state that a step changes and a replay does not. An error inside the context restores it.
 
-    :param executed: the functions that the step before has executed.
-    :raises NotRecordable: in place of an error within, with its line in the program.
+    :param executed: the functions that the previous step executed.
+    :raises NotRecordable: for an error inside the context, with its line in the program.
     """
 
     def __init__(self, *roots: object, executed: ExecutedCode) -> None:
         self._before = Dependencies.of(*roots, executed=executed)
         if self._before.unsupported:
-            raise NotRecordable(self._before.unsupported)  # before an item of an iterator is lost
+            raise NotRecordable(
+                self._before.unsupported
+            )  # before an item of an iterator is consumed
         self._generators = GeneratorStates(self._before)
         self._names = set(pyro.get_param_store()._params)
         self._roots, self._expected = roots, executed
@@ -265,7 +270,7 @@ class Surroundings:
         for value in self._before.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
             if isinstance(value, nn.Module):
-                # A scripted module's are no dict, and are written in place only.
+                # Scripted modules have no dict of them, and write only in place.
                 if isinstance(value._buffers, dict):
                     spaces.append(value._buffers)
                 buffers = [b for b in value._buffers.values() if b is not None]
@@ -282,7 +287,9 @@ class Surroundings:
             raise NotRecordable(said_by(error)) from error
 
     def put_back(self) -> None:
-        """Undo what a step did that is not recorded, except for PyTorch's generators."""
+        """
+        Undo the side effects of a step that are not recorded, except for PyTorch's generators.
+        """
         store = pyro.get_param_store()
         for name in set(store._params) - self._names:
             del store[name]
@@ -326,9 +333,9 @@ class Surroundings:
 
     def check(self, slots: list[Slot]) -> Dependencies:
         """
-        Check that a step has only the recorded side effects, and reads nothing that may change.
+        Check that a step has only the recorded side effects, and reads no values that may change.
 
-        :returns: everything that it read.
+        :returns: all values that it read.
         :raises NotRecordable: naming a side effect, or a value that may change.
         """
         dependencies_now = Dependencies.of(*self._roots, executed=self.executed)
@@ -363,9 +370,9 @@ class Outcome:
     The results of one step.
 
     :ivar loss: what the loss returned.
-    :ivar assumed: whether the assumptions of the recording held, if it has any.
+    :ivar assumed: whether the guards of the recording held, if it has any.
     :ivar gradients: one for each of the recording's leaves.
-    :ivar written: the new values of each slot, then what each update in place writes.
+    :ivar written: the new values of each slot, then the values of each update in place.
     """
 
     loss: Tensor
@@ -375,7 +382,7 @@ class Outcome:
 
     @cached_property
     def numbers(self) -> list[float]:
-        """Return the loss, then the guards: all numbers of a step that the host reads."""
+        """Return the loss and the guards, which are all numbers of a step that the host reads."""
         return read(self.loss, *self.assumed)
 
     def is_usable(self) -> bool:
@@ -391,12 +398,12 @@ class Recording:
 
     :ivar leaves: the parameters that have a gradient.
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
-    :ivar param_sites: these statements as Pyro's handlers see them, without values.
+    :ivar param_sites: the messages of these statements for Pyro's handlers, without values.
     :ivar sizes: how many outputs of the graph, after the loss, are guards, gradients, of each
         slot, and of each update.
     :ivar dependencies: the values that the graph has as constants.
-    :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's
-        backward pass, in which hooks on them are called.
+    :ivar adds_gradients: whether replays add the gradients themselves, without PyTorch's backward
+        pass, which calls hooks.
     """
 
     graph: GraphModule
@@ -415,13 +422,13 @@ class Recording:
 
     def __post_init__(self) -> None:
         self._shapes = [(leaf, leaf.shape) for leaf in self.leaves]
-        # What a step reads where the one before has written it.
+        # Values that a step reads after the previous step wrote them.
         self._sources = [
             (i, s) for i, c in enumerate(self.constants) for s in self.slots if s.before is c
         ]
 
     def changed(self) -> str | None:
-        """Return what has changed of that which the graph takes for constant, if anything has."""
+        """Return the first value that the graph treats as constant and that has changed, if any."""
         store = pyro.get_param_store()._params
         for name, value in self.params:
             if store.get(name) is not value:
@@ -437,18 +444,20 @@ class Recording:
         return None if entry is None else entry.name
 
     def inputs(self, call: Call) -> list[Tensor]:
-        """Return the graph's inputs: its constants as they are now, and the call's."""
+        """
+        Return the inputs of the graph: the present values of its constants, and those of the call.
+        """
         for i, slot in self._sources:
             self.constants[i] = slot.space[slot.key]
         return [*self.constants, *call.inputs()]
 
     @torch.no_grad()
     def replay(self, run: Run, inputs: list[Tensor]) -> Outcome:
-        """Compute a step; nothing is changed by it but the generators."""
+        """Compute a step. It changes only the random number generators."""
         return self.outcome(run(*inputs))
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
-        """Sort a graph's outputs."""
+        """Convert the outputs of a graph to an outcome."""
         loss, *others = outputs
         remaining = iter(others)
         assumed, gradients, *written = [list(islice(remaining, size)) for size in self.sizes]
@@ -460,7 +469,7 @@ class Recording:
         return [(u, self.constants[u.constant], n) for u, n in zip(self.updates, new, strict=True)]
 
     def commit(self, outcome: Outcome) -> None:
-        """Write what the step writes besides gradients."""
+        """Write all values of the step except gradients."""
         for update, buffer, new in self.updated(outcome):
             update.write(buffer, new)
         for slot, tensors in zip(self.slots, outcome.written, strict=False):
@@ -474,7 +483,7 @@ def _is_like(now: Any, then: Tensor) -> bool:
 
 
 class _Step:
-    """Makes a recording's parts while the step runs."""
+    """Collects the parts of a recording while the step runs."""
 
     def __init__(self, loss: object, call: Call, around: Surroundings) -> None:
         self._loss, self._call, self._around = loss, call, around
@@ -491,12 +500,12 @@ class _Step:
             if isinstance(returned, Tensor) and returned.requires_grad:
                 self._backward(returned)
         store = pyro.get_param_store()
-        # Under module_local_params those of modules are no parameters of the store.
+        # With module_local_params, the parameters of modules are not in the store.
         sites = {n: site for n, site in capture.trace.nodes.items() if n in store}
         self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
         self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
         if (total := total_norm(self.gradients)) is not None:
-            assumed.append(total - total == 0)  # finite; the plain step names what is not
+            assumed.append(total - total == 0)  # not finite: the plain step names the cause
         self.slots = self._around.slots()
         loss = self._result(returned)
         parts = [
@@ -530,7 +539,7 @@ class _Step:
             kind, wanted = type(returned).__name__, "tensor" if differentiable else "number"
             raise NotRecordable(f"its {function} returns a {kind}, and not a {wanted}")
         for slot in self.slots if differentiable else ():
-            # A further term of a loss may be made of it, a penalty say.
+            # The user may add a term, such as a penalty, to the loss.
             if is_written(slot.owner) and any(t.requires_grad for t in slot.tensors):
                 raise NotRecordable(
                     f"attribute '{slot.key}' of {slot.owner.__name__} has a gradient, which that "
@@ -541,17 +550,17 @@ class _Step:
 
 def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording, Outcome]:
     """
-    Take one step, and record it.
+    Take a step and record it.
 
-    :param executed: the functions that the step before has executed.
-    :returns: the recording, and what the step computed, whose writes are done but not its
-        gradients'.
-    :raises NotRecordable: with the reason; then nothing has changed but the generators.
+    :param executed: the functions that the previous step executed.
+    :returns: the recording, and the results of the step. Its values are written, but not its
+        gradients.
+    :raises NotRecordable: with the reason; then only the generators have changed.
     """
     roots = (call.model, call.guide, loss, *(a for a in call.leaves if callable(a)))
     with Surroundings(*roots, executed=executed) as around:
         step = _Step(loss, call, around)
-        # Tensors of their own: what a program sees elsewhere, too, is not the argument.
+        # Copies, because a tensor that a program also reads elsewhere is not only an argument.
         traced = trace(step, [t.detach() for t in call.inputs()])
         if (adds := call.function == "loss_and_grads") and any(map(_has_hooks, step.leaves)):
             raise NotRecordable(

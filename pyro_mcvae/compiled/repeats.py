@@ -1,15 +1,15 @@
 """
-Compile what repeats in a recorded graph once: a chain's transition, the body of a loop.
+Compile repeated parts of a recorded graph once: the transition of a chain, the body of a loop.
 
 A recorded chain of K transitions has K copies of the same operations, and K more in its gradient.
 Compiled as a whole, its time to compile grows with K. Here a body is compiled once, and a driver,
 which is a graph itself, calls it for each copy.
 
 1. :func:`_find_cuts` finds periods in the order of recording, and cuts where copies begin and end.
-2. Each :class:`_Part`, what lies between two cuts, is made a function of what it reads. Parts that
-   are the same function are compiled once.
+2. Each :class:`_Part` between two cuts becomes a function of the values that it reads. Parts with
+   the same function are compiled once.
 
-The second step alone decides what is computed: a wrong period costs time to compile, and changes no
+Only the second step affects what is computed: a wrong period costs compile time, and changes no
 number.
 """
 
@@ -44,13 +44,13 @@ Run = Callable[..., Any]
 # since a call costs as much as a few operations. One of more than 1,000 takes long to compile: the
 # loops within it are found instead.
 _COPIES, _SHORTEST, _JOINED, _LONGEST = 3, 16, 100, 1000
-# What has more inputs, such as the concatenation of the values of all steps, is called by the
-# driver: the time to compile it would grow with their number.
+# Operations with more inputs, such as the concatenation of the values of all steps, are called by
+# the driver: their compile time would grow with the number of inputs.
 _MANY = 16
 
 
 def outline(graph: GraphModule, example: list[Tensor]) -> Outline | None:
-    """Find what repeats in a graph, which the example's inputs fit; None if nothing does."""
+    """Find the repeated parts of a graph, given example inputs; return None without repeats."""
     copy = Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
     join_parts(copy, _COPIES)
@@ -74,7 +74,7 @@ class _Layouts(Interpreter):
 
 
 def _free_draws(graph: Graph) -> None:
-    """Let draws read no tensor of whose shape they are."""
+    """Let draws take their shape as numbers instead of a tensor."""
     for node in graph.nodes:
         if node.target in _DRAWN_LIKE and node.kwargs.keys() <= {"pin_memory"}:
             shape, stride, dtype, device = node.meta["layout"]
@@ -94,11 +94,12 @@ _DRAWN_LIKE = {
 
 class _Items:
     """
-    The operations of a graph in the order of recording; views belong to those that read them.
+    The operations of a graph in the order of recording; views belong to the operations that use
+    them.
 
-    :ivar nodes: of each item, with those that take its results apart.
-    :ivar draws: random numbers that depend on nothing, if all of them are such: they come first.
-    :ivar views: nodes that are made again where they are read.
+    :ivar nodes: the nodes of each item, including those that unpack its results.
+    :ivar draws: random numbers without inputs, which come first; empty if some draws have inputs.
+    :ivar views: nodes that are repeated where they are read.
     :ivar compiled: whether an item is compiled, or called by the driver.
     :ivar tokens: equal for items that may be copies of each other.
     :ivar sources: of each item, the items that it reads; -1 for inputs.
@@ -145,7 +146,7 @@ def _token(node: Node) -> Hashable:
 
 
 def _find_cuts(items: _Items) -> set[int]:
-    """Return the items with which copies of bodies begin, and those after their ends."""
+    """Return the indices of items at which copies of bodies begin or have ended."""
     tokens, cuts = list(items.tokens), set[int]()
     while True:
         last, distances = dict[int, int](), Counter[int]()
@@ -157,7 +158,7 @@ def _find_cuts(items: _Items) -> set[int]:
         common = distances.most_common(12)
         periods = [p for p, n in common if p <= _LONGEST and n >= _SHORTEST]
         found = [list[tuple[int, int]](), *(_copies(tokens, items.sources, p) for p in periods)]
-        # The one that leaves the fewest operations to compile.
+        # Choose the period that leaves the fewest operations to compile.
         best = max(found, key=lambda c: sum(e - b for b, e in c) - sum({e - b for b, e in c}))
         if not best:
             return cuts
@@ -177,7 +178,7 @@ def _copies(
         if tokens[i] is None or tokens[i] != tokens[j]:
             return False
         pairs = zip(sources[i], sources[j], strict=True)
-        before = max(begin - 1, i - period)  # what is no part of the body
+        before = max(begin - 1, i - period)  # inputs from outside the body
         return all(b == a + period or (a <= before and b <= before + period) for a, b in pairs)
 
     copies, begin = [], 0
@@ -187,7 +188,7 @@ def _copies(
         count = (i - begin) // period + 1
         lengths = [n for n in range(1, count // _COPIES + 1) if n * period >= _SHORTEST]
         lengths = [n for n in lengths if n * period <= _JOINED] or lengths[:1]
-        if lengths:  # of which the longest one without a remainder is the best
+        if lengths:  # the longest one without a remainder is best
             joined = max(lengths, key=lambda n: (-(count % n), n))
             starts = range(begin, begin + count // joined * joined * period, joined * period)
             copies += [(start, start + joined * period) for start in starts]
@@ -200,10 +201,10 @@ def _copies(
 
 class _Part:
     """
-    Some operations as a function of what they read.
+    Operations as a function of the values that they read.
 
-    :ivar inputs: what they read, in order, once for each time.
-    :ivar values: what is computed, in order, with the views of it that are read.
+    :ivar inputs: the values that they read, in order, once per read.
+    :ivar values: the computed values, in order, with their views.
     :ivar key: equal for parts that compute the same function of their inputs.
     """
 
@@ -232,9 +233,9 @@ class _Body:
     """
     A function of several parts.
 
-    :ivar inputs: what it reads, for each of the parts.
+    :ivar inputs: the values that it reads, for each part.
     :ivar outputs: which of a part's values it returns.
-    :ivar inner: whether none of these is a result of the graph.
+    :ivar inner: whether none of its outputs is a result of the graph.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class Outline:
 
 
 def _steps(items: _Items, cuts: set[int]) -> Iterator[_Part | list[Node]]:
-    """Yield the parts of a graph, and between them what the driver calls."""
+    """Yield the parts of a graph, and the operations between them that the driver calls."""
     part: list[Node] = []
     for i, nodes in enumerate(items.nodes):
         if part and (i in cuts or not items.compiled[i]):

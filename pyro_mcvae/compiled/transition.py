@@ -27,8 +27,8 @@ from pyro_mcvae.structure.blocks import Structure
 
 _logger = logging.getLogger(__name__)
 
-# A recording costs some fifty transitions. Chains that make ever new ones, and use each for fewer,
-# do not gain by it.
+# A recording costs about fifty transitions. Chains that use each recording for fewer do not gain
+# from it.
 _MAX_RECORDINGS, _COST = 6, 50
 
 _Step = tuple[State, Info]
@@ -36,10 +36,10 @@ _Step = tuple[State, Info]
 
 class _Contents(pickle.Pickler):
     """
-    The contents of a density: its tensors, which may differ in the next chain, and a key.
+    The tensors of a density, which may differ in the next chain, and a key for the rest.
 
-    :ivar tensors: each once, in the order in which they are found.
-    :ivar key: equal for densities that differ in the values of tensors only.
+    :ivar tensors: each tensor once, in order of first use.
+    :ivar key: equal for densities that differ only in the values of tensors.
     """
 
     def __init__(self, density: object, programs: tuple[object, ...]) -> None:
@@ -56,7 +56,7 @@ class _Contents(pickle.Pickler):
             self.key = object()  # equal to no other key
 
     def place(self, tensor: Tensor) -> int | None:
-        """Return which of the tensors it is."""
+        """Return the index of the tensor."""
         return self._places.get(id(tensor))
 
     def persistent_id(self, value: Any) -> Any:
@@ -66,7 +66,7 @@ class _Contents(pickle.Pickler):
                 self.tensors.append(value)
             return self._places[id(value)], repr(_layout(value))
         if isinstance(value, ParticleSampler):
-            return "sampler"  # which knows sites and plates, and no data
+            return "sampler"  # it has sites and plates, but no data
         if isinstance(value, set | frozenset):
             return sorted(map(repr, value))
         opaque = isinstance(value, nn.Module | type | CodeType | ModuleType)
@@ -79,7 +79,7 @@ class _Contents(pickle.Pickler):
         if isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             return list, ((), (value.__code__, value.__defaults__, value.__kwdefaults__, cells))
-        if isinstance(value, Structure):  # without what was found out for it until now
+        if isinstance(value, Structure):  # without cached findings
             return list, ((), (value.blocks, value.block_of, value.mean_field, value.masked_by))
         return NotImplemented
 
@@ -107,13 +107,13 @@ class _Recording:
 
     @torch.no_grad()
     def begin(self, contents: _Contents) -> None:
-        """Replay from here on with the tensors of another chain."""
+        """Replay from now on with the tensors of another chain."""
         self.chain = contents
         pairs = zip(self.constants, self.places, strict=True)
         self.prepared = self.prepare(*(c if i is None else contents.tensors[i] for c, i in pairs))
 
     def outcome(self, outputs: list[Tensor]) -> _Step | None:
-        """Return the new state; None if the graph does not hold for this one."""
+        """Return the new state; None if the guards of the graph do not hold."""
         if self.assumes and not bool(outputs[-1]):
             return None
         tensors = iter(outputs)
@@ -124,13 +124,13 @@ class _Recording:
 
 class RecordedTransition:
     """
-    A kernel whose transitions are replayed: the same numbers without the Python of programs.
+    A kernel whose transitions are replayed, with the same numbers but without running Python code.
 
     The first transition runs as usual, the second is recorded while it is taken. A replay draws the
     random numbers of the plain transition. A recording serves all chains whose densities differ in
-    the values of tensors only, such as those of batches of one size. At the uses 1, 2, 4, 8, ...
-    and at a chain's first one the plain transition is taken, too, and must agree. What cannot be
-    recorded runs as usual.
+    the values of tensors, such as those of batches of one size. At uses 1, 2, 4, 8, ... and at the
+    first transition of a chain, the plain transition runs as well and must agree. Transitions that
+    cannot be recorded run as usual.
 
     :param Kernel kernel: moves the chains.
     :param programs: whose globals, attributes and parameters are watched.
@@ -161,7 +161,7 @@ class RecordedTransition:
             with self._executed:
                 return self._kernel.step(state, target)
         inputs = [*(t for t in state if t is not None), target.beta]
-        # What a replay has made is like what it was made of.
+        # The result of a replay has the structure of its input.
         if begins or state is not last:
             self._key = (self._contents.key, *map(_layout, inputs))
         known = self._recordings.get(self._key)
@@ -187,7 +187,7 @@ class RecordedTransition:
         generators.put_back()
         plain = self._kernel.step(state, target)
         if step is not None and not _agree(step, plain):
-            del self._recordings[self._key]  # another one is made, of what is so now
+            del self._recordings[self._key]  # record again, with the present state
         return plain
 
     def _record(self, state: State, target: Target, inputs: list[Tensor]) -> _Step:
@@ -236,7 +236,7 @@ class RecordedTransition:
         tensors, template, assumes = recorded[0]
         # The kernel is a copy of ours: what changes in it shows in the first transition of a chain.
         dependencies = Dependencies.of(*self._programs, executed=around.executed)
-        # Nothing is trained meanwhile, but a step size is found.
+        # Nothing is trained here, but a step size adapts.
         moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
         known = moving | {id(t) for t in pyro.get_param_store()._params.values()}
         known |= {id(entry.value) for entry in dependencies.entries}
@@ -246,7 +246,7 @@ class RecordedTransition:
             i is None and id(c) not in known and n not in numbers
             for n, (c, i) in enumerate(zip(constants, places, strict=True))
         )
-        if any(unknown):  # made of the data, perhaps, by what is not seen
+        if any(unknown):  # it may depend on the data in a way that is not recorded
             self._contents.key = object()
             self._key = (self._contents.key, *self._key[1:])
         stays = [id(c) not in moving for c in constants]
