@@ -234,7 +234,7 @@ def test_a_run_that_was_stopped_prints_what_a_whole_one_does(
     for key in ("method", "epoch", "accuracy", "negative_elbo"):
         assert [row[key] for row in again] == [row[key] for row in first]
     assert ["--epochs 1" in row["command"] for row in again] == [True, False]  # who made it
-    with pytest.raises(SystemExit, match="results with seed = 0, and now it is 1"):
+    with pytest.raises(SystemExit, match="results with seed = 0, but seed is 1"):
         main([*parts, "--seed", "1"])
 
 
