@@ -140,5 +140,5 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     assert judged.nll_paper == -10
     for a, b in zip(whole, again, strict=True):
         assert (a.bound, a.nll_chain, a.nll_iwae) == (b.bound, b.nll_chain, b.nll_iwae)
-    with pytest.raises(SystemExit, match=r"results with epochs = 2\.0, and now it is 3\.0"):
+    with pytest.raises(SystemExit, match=r"results with epochs = 2\.0, but epochs is 3\.0"):
         mnist.main([*argv, "--epochs", "3", "--out", str(stopped)])
