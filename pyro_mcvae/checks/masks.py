@@ -86,7 +86,7 @@ def count_masked(programs: Programs, run: Run, second: Run) -> Programs:
         for name, site in _masked_latents(run).items()
         if _is_unread(run, _redrawn(programs, run, second, name))
     }
-    return replace(programs, model=_WithGuideMask(counted)(programs.model)) if counted else programs
+    return replace(programs, model=with_priors(programs.model, counted)) if counted else programs
 
 
 def without_prior(programs: Programs, run: Run) -> frozenset[str]:
@@ -125,9 +125,13 @@ def masked_otherwise(run: Run) -> list[str]:
     return [n for n, site in _masked_latents(run).items() if counted_values(site) is not None]
 
 
-def with_priors(model: Program, names: frozenset[str]) -> Program:
-    """Return the model with the prior of all entries of these latents."""
-    return cast("Program", _WithGuideMask(dict.fromkeys(names))(model))
+def with_priors(model: Program, counted: Mapping[str, Tensor | None]) -> Program:
+    """
+    Return the model with the prior of all entries that the guide counts.
+
+    :param counted: the guide's mask of each latent; None if it has none.
+    """
+    return cast("Program", _WithGuideMask(counted)(model))
 
 
 def transported(programs: Programs, run: Run, second: Run) -> frozenset[str]:

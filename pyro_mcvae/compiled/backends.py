@@ -344,8 +344,7 @@ class Backend:
 
         run: Run
         plain = self.name == "inductor" and not self.options
-        # Use the random numbers of PyTorch's operations, so that a compiled step draws those of the
-        # plain
+        # With the random numbers of PyTorch's operations a compiled step draws those of the plain
         # one. Measured, they cost no more than Inductor's.
         with config.patch({"fallback_random": True}):
             if plain:

@@ -225,7 +225,7 @@ class Slot:
     rebuild: Callable[[list[Tensor]], object]
 
     def write(self, tensors: list[Tensor]) -> None:
-        """Write what the step would have written."""
+        """Write the values that the step would have written."""
         self.space[self.key] = self.rebuild(tensors)
 
 
@@ -369,8 +369,8 @@ class Outcome:
     """
     The results of one step.
 
-    :ivar loss: what the loss returned.
-    :ivar assumed: whether the guards of the recording held, if it has any.
+    :ivar loss: the result of the loss.
+    :ivar assumed: whether all guards of the recording are satisfied.
     :ivar gradients: one for each of the recording's leaves.
     :ivar written: the new values of each slot, then the values of each update in place.
     """
@@ -464,7 +464,7 @@ class Recording:
         return Outcome(loss, assumed, gradients, written)
 
     def updated(self, outcome: Outcome) -> list[tuple[Update, Tensor, list[Tensor]]]:
-        """Return each update in place, with its tensor and what it writes."""
+        """Return each update in place, with its tensor and the values to write."""
         new = outcome.written[len(self.slots) :]
         return [(u, self.constants[u.constant], n) for u, n in zip(self.updates, new, strict=True)]
 

@@ -9,7 +9,7 @@ which is a graph itself, calls it for each copy.
 2. Each :class:`_Part` between two cuts becomes a function of the values that it reads. Parts with
    the same function are compiled once.
 
-Only the second step affects what is computed: a wrong period costs compile time, and changes no
+Only the second step affects the results: a wrong period costs compile time, and changes no
 number.
 """
 
@@ -173,7 +173,7 @@ def _copies(
     """Return the copies of bodies that repeat with a period."""
 
     def is_copied(i: int) -> bool:
-        """Whether the item a period later is a copy: what it reads in the body is one, too."""
+        """Return whether the item a period later copies this one and what it reads."""
         j = i + period
         if tokens[i] is None or tokens[i] != tokens[j]:
             return False

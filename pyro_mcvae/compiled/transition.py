@@ -36,7 +36,7 @@ _Step = tuple[State, Info]
 
 class _Contents(pickle.Pickler):
     """
-    The tensors of a density, which may differ in the next chain, and a key for the rest.
+    The tensors of a density, which may differ in the next chain, and a key for all other content.
 
     :ivar tensors: each tensor once, in order of first use.
     :ivar key: equal for densities that differ only in the values of tensors.

@@ -611,10 +611,11 @@ class MonteCarloELBO(FixedOptions, ELBO):
         analysis = self.sampler.analyses.of(programs)
         with rewindable(True) as rewind:
             estimate = self.estimate(programs)
-            names = without_prior(programs, estimate.runs[0])
+            run = estimate.runs[0] if estimate.runs else single_run(programs)
+            names = without_prior(programs, run)
             before, model = analysis.before(_COUNTED, (names, None))
             if names and (model is None or names != before):
-                model = with_priors(programs.model, names)
+                model = with_priors(programs.model, dict.fromkeys(names))
             analysis.put(_COUNTED, (names, model))
             if not names:
                 return programs, estimate

@@ -192,14 +192,12 @@ class Report:
             return f"Next: use {loss}, or let {sites} depend on each other in the guide."
         count = 100 if self.gap.numel() == 1 else 10
         loss, more = f"TraceIWAE_ELBO(num_particles={count})", "particles"
+        then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
         if gap > _TENS:
             loss, more = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)", "steps"
+            then = f"; or {richer}"
         if self.gap.numel() == 1:  # a full-rank guide is cheaper than any of them
             return f"Next: use {richer}; then {loss}, with more {more} if needed."
-        then = (
-            "; for a gap of ten nats, TraceSIS_ELBO" if more == "particles" and heavy > _FEW else ""
-        )
-        then = then or f"; or {richer}"
         return f"Next: use {loss}, with more {more} if you trained with it already{then}."
 
     def __str__(self) -> str:
