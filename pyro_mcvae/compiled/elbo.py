@@ -16,7 +16,6 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
 from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, is_due, perturbed
-from pyro_mcvae.compiled.guards import NotRecordable
 from pyro_mcvae.compiled.recording import (
     Args,
     Call,
@@ -27,6 +26,7 @@ from pyro_mcvae.compiled.recording import (
     gradients_of,
     record,
 )
+from pyro_mcvae.compiled.tracer import NotRecordable
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.contract import LossModule
