@@ -471,7 +471,7 @@ class LearnedStepSize(StepSize):
     :param int num_transitions: one value for each transition, the ``num_steps`` of the
         objective; None for one value for all.
     :param int warmup: training steps for which an :class:`AdaptiveStepSize` adapts.
-    :raises ValueError: if a value is not positive and finite, or its shape another one.
+    :raises ValueError: if a value is not positive and finite, or has another shape.
 
     Values stay between 1e-6 and 1e3.
 
@@ -530,7 +530,7 @@ class LearnedStepSize(StepSize):
 
 
 def _clipped(log: Tensor, least: float, most: float) -> Tensor:
-    """Within bounds, with a gradient beyond them too, which leads back."""
+    """Limit a logarithm to bounds, with a gradient outside them that leads back."""
     return log + (log.clamp(math.log(least), math.log(most)) - log).detach()
 
 

@@ -117,7 +117,7 @@ class UniformFlips:
     """
     Moves uniformly drawn entries [1]; the children of one parent have different moves.
 
-    A count moves up or down: by one, or, one time in four, by a distance with a roughly uniform
+    A count moves up or down by one. One time in four it moves by a distance with a roughly uniform
     logarithm, because counts may be far from their prior draws. A subclass overrides
     :meth:`scores`, or :meth:`__call__` if its moves change several entries at once.
 
