@@ -28,7 +28,9 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 
 class State(NamedTuple):
     r"""
-    The position of chains, and the values computed there. :class:`Kernel` has an example.
+    The position of chains, and the values computed there.
+
+    :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
@@ -148,6 +150,8 @@ def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
 
 class Proposal(NamedTuple):
     r"""
+    A proposed move, and the log ratio of its densities.
+
     :class:`Kernel` has an example.
 
     :ivar state: the proposed state.

@@ -100,7 +100,9 @@ class Bounds(NamedTuple):
 @dataclass(slots=True)
 class Estimate:
     """
-    The value and gradient of one step. :class:`MonteCarloELBO` has an example.
+    The value and gradient of one step.
+
+    :class:`MonteCarloELBO` has an example.
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.

@@ -105,8 +105,9 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name. :func:`compare` has an
-    example.
+    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name.
+
+    :func:`compare` has an example.
 
     :param copies: the results of each loss.
     :param parts: the objects that training changes: modules, and the parameter store.
@@ -568,8 +569,9 @@ _FEW = 0.05
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, the highest
-    first. :func:`compare_models` has an example.
+    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, highest first.
+
+    :func:`compare_models` has an example.
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:

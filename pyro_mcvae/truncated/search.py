@@ -26,7 +26,9 @@ from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_
 @dataclass
 class Parents:
     """
-    The input of a mutation; :class:`UniformFlips` has an example.
+    The input of a mutation.
+
+    :class:`UniformFlips` has an example.
 
     :ivar space: the entries, their values and their moves.
     :ivar states: the parents, shape ``[E, P, D]``.
