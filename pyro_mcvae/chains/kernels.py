@@ -690,7 +690,7 @@ class UnderdampedLangevin(Kernel):
         :param bool full_mass: whether to learn a mass matrix.
         :param reverse: a :class:`ScoreNetwork` with the same number of transitions.
         """
-        step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
+        step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup=warmup)
         # The first transition draws its momentum, so a single transition would not use a parameter.
         learned = num_transitions > 1
         return cls(

@@ -307,6 +307,7 @@ class AdaptiveStepSize(StepSize):
     def __init__(
         self,
         initial: float | None = None,
+        *,
         target_acceptance: float | None = None,
         per_coordinate: bool | None = None,
         rate: float = 0.1,
@@ -490,6 +491,7 @@ class LearnedStepSize(StepSize):
         self,
         initial: float | Tensor | AdaptiveStepSize,
         num_transitions: int | None = None,
+        *,
         warmup: int = 200,
     ) -> None:
         super().__init__()

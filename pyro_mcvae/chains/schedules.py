@@ -128,7 +128,7 @@ class SigmoidSchedule(Schedule):
         tensor([0.0000, 0.1050, 0.5000, 0.8950, 1.0000], grad_fn=<CatBackward0>)
     """
 
-    def __init__(self, num_steps: int, slope: float = 1.0, learn: bool = True) -> None:
+    def __init__(self, num_steps: int, *, slope: float = 1.0, learn: bool = True) -> None:
         super().__init__(num_steps)
         if not slope > 0:
             raise ValueError(f"slope must be positive, got {slope!r}")

@@ -94,7 +94,7 @@ class ScoreNetwork(SizedByChain):
 
     _sized = "drift.bias"
 
-    def __init__(self, num_transitions: int | None = None, width: int = 64) -> None:
+    def __init__(self, num_transitions: int | None = None, *, width: int = 64) -> None:
         super().__init__()
         self.num_transitions, self.width = num_transitions, check_count("width", width)
         self.time = nn.Parameter(begin_with(torch.zeros(width), num_transitions))

@@ -314,7 +314,9 @@ class RELAX(LearnedBaseline):
         >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=RELAX(Network()))
     """
 
-    def __init__(self, network: Callable[[Tensor, Any], Tensor], temperature: float = 0.5) -> None:
+    def __init__(
+        self, network: Callable[[Tensor, Any], Tensor], *, temperature: float = 0.5
+    ) -> None:
         super().__init__()
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
@@ -404,11 +406,12 @@ class REBAR(RELAX):
     def __init__(
         self,
         cost: Callable[[Tensor, Any], Tensor],
+        *,
         temperature: float = 0.5,
         scale: float = 1.0,
     ) -> None:
         # A lambda, because parameters of a submodule would be trained.
-        super().__init__(lambda relaxed, data: cost(relaxed, data), temperature)
+        super().__init__(lambda relaxed, data: cost(relaxed, data), temperature=temperature)
         self.scale = torch.nn.Parameter(torch.tensor(float(scale)))
 
     def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
@@ -437,7 +440,7 @@ class GumbelSoftmax(Baseline):
 
     relaxed = True
 
-    def __init__(self, temperature: float = 0.5, hard: bool = True) -> None:
+    def __init__(self, temperature: float = 0.5, *, hard: bool = True) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         self.temperature = temperature

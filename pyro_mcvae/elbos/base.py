@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -121,6 +121,7 @@ class Estimate:
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+    _: KW_ONLY
     scored: bool = False
     averaged: bool = False
     overflow: str = "every site is finite: their sum overflows"

@@ -119,7 +119,7 @@ def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
 
 
 def local_estimate(
-    sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = False
+    sample: WeightedParticles, bound: Tensor, surrogate: Tensor, *, scored: bool = False
 ) -> Estimate:
     r"""
     Return a bound on the evidence of the local latents, plus the plain ELBO of everything global.

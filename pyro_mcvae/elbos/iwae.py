@@ -478,6 +478,7 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
         self,
         alpha: float = 0.0,
         num_particles: int = 2,
+        *,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
         **options: Unpack[ELBOOptions],

@@ -75,6 +75,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     def __init__(
         self,
         num_gradient_states: int | None = None,
+        *,
         num_sampled_states: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:

@@ -13,7 +13,7 @@ Sampling for Discrete Distributions*.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -251,6 +251,7 @@ class EvolutionaryUpdate:
     num_parents: int = 5
     num_children: int = 4
     num_generations: int = 1
+    _: KW_ONLY
     mutation: Callable[[Parents, int], Tensor] = field(default_factory=InformedFlips)
 
     def __post_init__(self) -> None:
