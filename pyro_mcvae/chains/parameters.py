@@ -334,6 +334,7 @@ class AdaptiveStepSize(StepSize):
         self.register_buffer("base", start.clone())
         self.register_buffer("begun", torch.tensor(False))
         self.power, self.most = 1.0, math.inf
+        self._defaults: tuple[float, ...] | None = None
         self._new = True
 
     def use_coordinates(self, coordinates: str) -> None:
@@ -364,7 +365,15 @@ class AdaptiveStepSize(StepSize):
         :param float power: the power of the width of a density to which the step size is
             proportional.
         :param float most: the largest step size that is stable under a standard normal density.
+        :raises ValueError: if a kernel with other defaults has the step size.
         """
+        defaults = initial, target_acceptance, power, most
+        if self._defaults not in (None, defaults):
+            raise ValueError(
+                "the step size has the defaults of another kernel, which differ from those of this "
+                "kernel: make a step size for each"
+            )
+        self._defaults = defaults
         self.power = power
         if not self._bounded:
             self.most = most

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
@@ -448,14 +448,18 @@ class ELBOOptions(TypedDict, total=False):
     jit_options: dict[str, object] | None
 
 
-def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> None:
+def check_options(
+    kind: type[MonteCarloELBO], options: Mapping[str, object], own: Collection[str] = ()
+) -> None:
     """
     Check the arguments that an objective passes to :class:`MonteCarloELBO`.
 
+    :param own: arguments of the objective that are not in its signature.
     :raises TypeError: for arguments of other objectives, because they would have no effect.
     """
-    for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
-        known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
+    theirs = ELBOOptions.__annotations__.keys()
+    for name in sorted(options.keys() - theirs):
+        known = sorted({*inspect.signature(kind).parameters, *own} - {"options", *theirs})
         raise TypeError(
             f"{kind.__name__} does not accept the argument {name}={options[name]!r}: it takes "
             f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"

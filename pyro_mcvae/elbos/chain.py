@@ -23,7 +23,7 @@ from pyro_mcvae.coordinates.smoothness import Smoothness
 from pyro_mcvae.discrete.baselines import Baseline
 from pyro_mcvae.discrete.site_slots import SiteOptions, is_discrete
 from pyro_mcvae.discrete.slot_rows import SlotDraws, SlotPlanner
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO, check_options
 from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
@@ -179,6 +179,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        check_options(type(self), options, ChainOptions.__annotations__)
         StoredModule.__init__(self)
         check_flag("multi_sample", multi_sample)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
@@ -194,9 +195,6 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         self.kernel.check_transitions(self.num_steps)
         self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
-        for step_size in self.kernel.step_size.modules():
-            if isinstance(step_size, AdaptiveStepSize):
-                step_size.use_coordinates(coordinates)
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         self.joint, self.baseline = joint, baseline
@@ -273,11 +271,12 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         """
         Make the function from positions to states of one step, and the slots of discrete sites.
         """
+        if self.last_step is None:
+            self._claim_kernel()
         reweighted = self.gradient_estimator == "reweighted"
-        trained = GradientMode.FIRST if reweighted else GradientMode.CHAIN
-        gradient = trained if trains else GradientMode.NONE
-        if self.kernel.needs_gradient:
-            gradient |= GradientMode.COORDINATES
+        gradient = GradientMode.COORDINATES if self.kernel.needs_gradient else GradientMode.NONE
+        if trains:
+            gradient |= GradientMode.FIRST if reweighted else GradientMode.CHAIN
 
         # Whether gradients that move the chain are differentiated again, in training steps.
         twice = self.kernel.needs_gradient and not reweighted
@@ -300,6 +299,12 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         sample = log_weight.first.sample
         again = twice and self._smoothness.check(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
+
+    def _claim_kernel(self) -> None:
+        """Set the coordinates of adaptive step sizes, or raise an error for a shared kernel."""
+        for step_size in self.kernel.step_size.modules():
+            if isinstance(step_size, AdaptiveStepSize):
+                step_size.use_coordinates(self.coordinates)
 
     def _surrogate(
         self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor

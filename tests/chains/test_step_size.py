@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pyro_mcvae import MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
+from pyro_mcvae import HMC, MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
 from pyro_mcvae.chains.kernels import of_moving
 from pyro_mcvae.chains.parameters import (
     AdaptiveStepSize,
@@ -220,8 +220,6 @@ def test_the_kernel_completes_what_was_left_out():
     step_size.complete(0.02, 0.9)
     assert step_size() == 0.02
     assert step_size.target_acceptance == 0.9
-    step_size.complete(0.5, 0.1)
-    assert step_size() == 0.02
     given = AdaptiveStepSize(0.3, target_acceptance=0.6)
     given.complete(0.02, 0.9)
     assert given() == 0.3
@@ -358,8 +356,23 @@ def test_what_does_not_move_is_no_part_of_the_spread():
 
 def test_a_kernel_serves_no_second_loss_in_other_coordinates():
     # Its step size would keep the setting of the first loss.
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    guide = model
     kernel = ULA(AdaptiveStepSize())
-    TraceSIS_ELBO(2, kernel)
-    TraceSIS_ELBO(2, kernel)
-    with pytest.raises(ValueError, match=r"coordinates='noise'.*make a kernel for each"):
-        TraceSIS_ELBO(2, kernel, coordinates="latent")
+    first, other = TraceSIS_ELBO(2, kernel), TraceSIS_ELBO(2, kernel, coordinates="latent")
+    assert kernel.step_size.per_coordinate is None  # constructors leave their arguments unchanged
+    other.loss(model, guide)
+    TraceSIS_ELBO(2, kernel, coordinates="latent").loss(model, guide)
+    with pytest.raises(ValueError, match=r"coordinates='latent'.*make a kernel for each"):
+        first.loss(model, guide)
+
+
+def test_a_step_size_serves_no_second_kernel_with_other_defaults():
+    # It has the initial value, the target and the power of the first kernel.
+    step_size = AdaptiveStepSize()
+    ULA(step_size)
+    ULA(step_size)
+    with pytest.raises(ValueError, match=r"defaults of another kernel.*a step size for each"):
+        HMC(step_size)
