@@ -139,7 +139,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _coarsest(graph: GraphModule) -> float:
-    metas = [node.meta.get("tensor_meta") for node in graph.graph.nodes]
+    metas = [node.meta.get("layout") for node in graph.graph.nodes]
     types = {m.dtype for m in metas if isinstance(getattr(m, "dtype", None), torch.dtype)}
     return max((torch.finfo(t).eps for t in types if t.is_floating_point), default=1e-16)
 

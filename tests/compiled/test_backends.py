@@ -22,7 +22,7 @@ from pyro_mcvae.compiled import backends
 from pyro_mcvae.compiled import backends as kernels
 from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.guards import trace
+from pyro_mcvae.compiled.tracer import trace
 from tests.compiled.programs import Net, batches, make, train
 
 
@@ -70,7 +70,7 @@ RUNS: dict[str, tuple[Callable[[list[Tensor], int], list[Tensor]], str]] = {
 def test_compiled_kernels_are_compared_with_the_recording(kind: str) -> None:
     change, wrong = RUNS[kind]
     x, calls = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float32), itertools.count(1)
-    graph = trace(_noisy, [x])
+    graph, *_ = as_function(*trace(_noisy, [x]))
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match=wrong) if wrong else contextlib.nullcontext():
         check_kernels(lambda x: change(graph(x), next(calls)), graph, [x])
@@ -80,7 +80,7 @@ def test_compiled_kernels_are_compared_with_the_recording(kind: str) -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.dtype) -> None:
     x = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float32)
-    graph = trace(lambda x: [x.to(kind).exp().float()], [x])
+    graph, *_ = as_function(*trace(lambda x: [x.to(kind).exp().float()], [x]))
     passes = contextlib.nullcontext() if kind == torch.bfloat16 else pytest.raises(RuntimeError)
     with passes:
         check_kernels(lambda x: [graph(x)[0] * 1.05], graph, [x])
@@ -89,12 +89,13 @@ def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_an_output_is_compared_on_the_scale_of_its_own_entries(dtype: torch.dtype) -> None:
     x = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
-    graph = trace(lambda x: [x * 1e5, x * 1e-9, x.log()], [x])  # log of a negative number is NaN
+    # The logarithm of a negative number is NaN.
+    graph, *_ = as_function(*trace(lambda x: [x * 1e5, x * 1e-9, x.log()], [x]))
     check_kernels(graph, graph, [x])
     for output in range(3):
 
         def run(x: Tensor, output: int = output) -> list[Tensor]:
-            result: list[Tensor] = graph(x)
+            result = list(graph(x))
             result[output] = result[output] + result[output].nansum() * 1e-3
             return result
 
@@ -113,7 +114,7 @@ def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -
         terms = x * slope
         return [chaotic, torch.cat([terms, -terms.flip(0)]).sum()]
 
-    graph, constants, _ = as_function(trace(function, [x]))
+    graph, constants, _ = as_function(*trace(function, [x]))
     graph = GraphModule(nn.Module(), graph.graph)
     order = torch.randperm(len(x))
 
