@@ -209,8 +209,9 @@ class Report:
             rows.append(_row(f"{start}, {_steps(chains)} steps", chains))
         if isinstance(self.prior, LogEvidence):
             rows.append(_row("prior", self.prior))
+        weights = f"{n} weight{'s' * (n > 1)}{plates}"
         lines = [
-            f"nats per weight; {n} weights{plates}; medians of k and ESS; chains by their start",
+            f"nats per weight; {weights}; medians of k and ESS; chains by their start",
             table(rows),
         ]
         gap = f"ELBO {float(self.bound.mean()):.3f}, gap {float(self.gap.mean()):.3f}"
