@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Independent, Transform, kl, kl_divergence
 from typing_extensions import Unpack
 
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO, check_options
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_cost, elbo_costs, elbo_estimate
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.run import Programs, Run
@@ -28,9 +28,9 @@ def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[
     r"""
     Return :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site with a closed form.
 
-    The divergence must have a closed form, and the prior of the site must not depend on draws of
-    the guide that depend on the site. This holds if all predecessors of the site in the model also
-    precede it in the guide; other sites are checked by running the model and guide.
+    The prior of the site must not depend on draws of the guide that depend on the site. This holds
+    if all predecessors of the site in the model also precede it in the guide. Other sites are
+    checked by running the model and guide.
 
     :param find_separable: returns the names of such sites.
     :returns: the divergences by site name, batch-shaped, with the user's scale and mask, but
@@ -135,10 +135,10 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         \text{B:} \quad & -KL(q(z \mid x) \,\|\, p(z)) + \log p(x \mid z)
 
     averaged over ``num_particles`` draws of z and scaled by N/B over the minibatch. Each site is
-    treated separately. It has estimator B if :func:`torch.distributions.kl_divergence` has the pair
-    of distributions, and the prior of the site does not depend on draws of the guide that depend on
-    the site. Otherwise it has estimator A. Sites without reparameterization use the score function
-    with Pyro's plate-wise Rao-Blackwellization. It trains every model and guide that
+    treated separately. A site has estimator B if :func:`torch.distributions.kl_divergence` has its
+    pair of distributions. In addition, its prior must not depend on draws of the guide that depend
+    on the site. Otherwise it has estimator A. Sites without reparameterization use the score
+    function with Pyro's plate-wise Rao-Blackwellization. It trains every model and guide that
     :class:`~pyro.infer.Trace_ELBO` does, and is not restricted to mean-field guides as
     :class:`~pyro.infer.TraceMeanField_ELBO` is.
 
@@ -178,6 +178,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         analytic_kl: bool = True,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        check_options(type(self), options)
         super().__init__(num_particles, **options)
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl

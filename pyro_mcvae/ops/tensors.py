@@ -65,12 +65,12 @@ def guard(condition: Tensor) -> bool:
 
 
 def guard_finite(value: Tensor) -> bool:
-    """Return whether a scalar is finite; :func:`guard` it while a step is recorded."""
+    """Return whether a scalar is finite; add a guard while a step is recorded."""
     return guard(value - value == 0) if _open else math.isfinite(value.item())
 
 
 def guard_at_most(value: Tensor, limit: float) -> bool:
-    """Return whether a scalar is at most ``limit``; :func:`guard` it while a step is recorded."""
+    """Return whether a scalar is at most ``limit``; add a guard while a step is recorded."""
     return guard(value <= limit) if _open else value.item() <= limit
 
 
@@ -93,7 +93,7 @@ def fail_if_recording(reason: str) -> None:
 
 @contextmanager
 def recorded_guards() -> Iterator[list[Tensor]]:
-    """Record a step inside; the yielded list is filled with its guards."""
+    """Record a step inside; the yielded list receives its guards."""
     guards: list[Tensor] = []
     _open.append(guards)
     try:

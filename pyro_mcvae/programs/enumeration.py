@@ -32,7 +32,7 @@ from pyro_mcvae.programs.types import (
     plate_frames,
 )
 
-# Discrete latents of a model that the guide does not draw: all of their values in parallel.
+# Enumerate the discrete latents of a model that the guide does not draw, in parallel.
 #
 # Pyro's enumeration gives each of them a separate batch dim, to the left of the plates' and of
 # the particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
@@ -44,8 +44,8 @@ class ModelEnumeration(EnumMessenger):
 
     :param guide_trace: the guide's draws.
     :param first_available_dim: the first free batch dim; None to continue after the guide's dims.
-    :raises SiteError: for a site that the guide does not draw, if it is marked for another kind of
-        enumeration, or shares a dim with a site that it depends on.
+    :raises SiteError: for a site that is not in the guide, if its kind of enumeration is not
+        supported, or if it has the dim of a site that it depends on.
     """
 
     def __init__(self, guide_trace: Trace, first_available_dim: int | None = None) -> None:
@@ -137,7 +137,7 @@ def is_state(site: Site) -> bool:
 
 
 def has_unsummed_states(guide_trace: Trace, model_trace: Trace) -> bool:
-    """Return whether a model that drew all of its sites has some to be summed."""
+    """Return whether a model that drew all of its sites has sites that must be summed."""
     return any(
         not site["is_observed"]
         and site["infer"].get("enumerate") == "parallel"
@@ -236,8 +236,8 @@ def sum_states(
 
     :param states: the symbols of the enumerated sites.
     :param make_ring: the ring for Pyro's algorithm.
-    :raises SiteError: for factors of one sum with different scales, for a sum that contains a whole
-        plate of which only a minibatch is given, and for a sum over crossed plates.
+    :raises SiteError: for factors of one sum with different scales, for a sum over a subsampled
+        plate, and for a sum over crossed plates.
     """
     dims = set(states)
     sizes: dict[str, int] = {}

@@ -87,3 +87,24 @@ def test_the_names_of_a_class_are_found() -> None:
     result = public(pyro_mcvae.TruncatedPosterior)
     assert {"fit", "for_data", "posterior", "evolution", "num_states"} <= result
     assert not result & {"begin", "evaluate", "search", "synchronize", "store", "named_parameters"}
+
+
+# Exports with more than one argument that is clear without its name.
+POSITIONAL = {
+    **dict.fromkeys(["compare", "log_evidence", "refine", "report", "sandwich"], 2),
+    **dict.fromkeys(["load_checkpoint", "save_checkpoint", "RankBatches", "Proposal"], 2),
+    **dict.fromkeys(["MonteCarloEM", "TraceAIS_ELBO", "TraceSIS_ELBO", "TruncatedPosterior"], 2),
+    **dict.fromkeys(["LearnedMomentum", "LearnedStepSize", "TraceRaoBlackwell_ELBO"], 2),
+    **dict.fromkeys(["CompiledELBO", "TraceRenyi_ELBO"], 2),
+    **dict.fromkeys(["Estimate", "EvolutionaryUpdate", "local_estimate"], 3),
+    "Noise": 5,
+}
+
+
+@pytest.mark.parametrize("name", sorted(pyro_mcvae.__all__))
+def test_other_arguments_are_keywords(name: str) -> None:
+    """So that a call can be read without the signature, and arguments can be added in any order."""
+    parameters = inspect.signature(getattr(pyro_mcvae, name)).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    by_position = [p.name for p in parameters if p.kind in kinds]
+    assert len(by_position) <= POSITIONAL.get(name, 1), by_position

@@ -100,7 +100,7 @@ def test_a_trained_objective_is_pickled():
 
 
 def trained(initial=None, warmup=20, num_steps=3, **options):
-    step_size = LearnedStepSize(AdaptiveStepSize(initial), num_steps, warmup)
+    step_size = LearnedStepSize(AdaptiveStepSize(initial), num_steps, warmup=warmup)
     return TraceSIS_ELBO(
         kernel=UnderdampedLangevin(step_size, momentum=LearnedMomentum(0.9, num_steps)),
         schedule=LearnedSchedule(num_steps),

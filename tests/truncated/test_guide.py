@@ -66,7 +66,7 @@ mutations = UniformFlips(), InformedFlips(), InformedFlips(uniform=0.0)
     st.sampled_from([model, mixed]),
 )
 def test_e_steps_keep_states_distinct_and_never_lower_f(mutation, states, p, c, g, program):
-    evolution = EvolutionaryUpdate(p, c, g, mutation)
+    evolution = EvolutionaryUpdate(p, c, g, mutation=mutation)
     guide = TruncatedPosterior(program, states, evolution=evolution)
     before = guide.posterior().free_energy
     assert_distinct(guide)
@@ -83,7 +83,7 @@ def test_e_steps_keep_states_distinct_and_never_lower_f(mutation, states, p, c, 
 )
 def test_search_finds_the_best_states(states):
     """Enough steps find exactly the S most probable of all states, whatever the start."""
-    evolution = EvolutionaryUpdate(4, 4, 2, UniformFlips())
+    evolution = EvolutionaryUpdate(4, 4, 2, mutation=UniformFlips())
     guide = TruncatedPosterior(model, states, evolution=evolution)
     result = guide.fit(num_steps=60)
     everything = TruncatedPosterior(model, 2**H).posterior().log_joint
@@ -219,7 +219,7 @@ def test_an_operator_of_ones_own():
         def __call__(self, parents, count):
             return (1 - parents.states).unsqueeze(2).expand(-1, -1, count, -1)
 
-    evolution = EvolutionaryUpdate(2, 2, 1, FlipAll())
+    evolution = EvolutionaryUpdate(2, 2, 1, mutation=FlipAll())
     guide = TruncatedPosterior(model, 4, evolution=evolution)
     before = guide.posterior().free_energy
     assert (guide.fit(num_steps=3) >= before).all()
