@@ -17,7 +17,6 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 from torch._inductor import codecache
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.compiled import backends
@@ -179,8 +178,10 @@ def test_kernels_of_several_graphs_are_compiled_together(
     )
     x = torch.randn(20, 30)
     graphs = [
-        make_fx(lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)])(x),
-        make_fx(lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)])(x),
+        GraphModule(nn.Module(), trace(lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)], [x])[0]),
+        GraphModule(
+            nn.Module(), trace(lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)], [x])[0]
+        ),
     ]
     expected = [graph(x) for graph in graphs]
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
