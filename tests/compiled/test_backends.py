@@ -177,12 +177,11 @@ def test_kernels_of_several_graphs_are_compiled_together(
         lambda *args: alone.append(args) or load(*args),
     )
     x = torch.randn(20, 30)
-    graphs = [
-        GraphModule(nn.Module(), trace(lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)], [x])[0]),
-        GraphModule(
-            nn.Module(), trace(lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)], [x])[0]
-        ),
+    functions = [
+        lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)],
+        lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)],
     ]
+    graphs = [GraphModule(nn.Module(), trace(function, [x])[0]) for function in functions]
     expected = [graph(x) for graph in graphs]
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         with kernels.in_one_file():
