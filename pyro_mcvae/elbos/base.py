@@ -306,7 +306,7 @@ _AVERAGED = (
 )
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
-    "guide, inside the weights: the loss is not a bound on the log evidence, but on the logarithm "
+    "guide, inside the weights. The loss is not a bound on the log evidence, but on the logarithm "
     "of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It is a bound on the evidence "
     "when the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
     "beta-VAE; scaling the observations by 1 / beta instead gives a bound for every beta"

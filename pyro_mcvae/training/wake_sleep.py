@@ -174,8 +174,8 @@ def check_reads(programs: Programs, run: Run) -> None:
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
-            f"the model reads from its arguments, so simulated data would mix with real data: "
-            f"use the values that pyro.sample returns, pass covariates as other tensors than the "
+            f"the model reads from its arguments, so simulated data would mix with real data. "
+            f"Use the values that pyro.sample returns, pass covariates as other tensors than the "
             f"observed ones, or compute the guide's arguments with dream_args"
         )
     if readers == []:

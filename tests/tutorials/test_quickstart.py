@@ -1,4 +1,4 @@
-"""The quickstart, as a stranger runs it, on few images."""
+"""The quickstart, as a new user runs it, on few images."""
 
 from collections.abc import Iterator
 from pathlib import Path
