@@ -342,7 +342,6 @@ class Backend:
     def _compile(self, graph: GraphModule, example: list[Tensor], outlined: Outline | None) -> Run:
         from torch._inductor import config
 
-        run: Run
         plain = self.name == "inductor" and not self.options
         # With the random numbers of PyTorch's operations a compiled step draws those of the plain
         # one. Measured, they cost no more than Inductor's.
@@ -355,7 +354,13 @@ class Backend:
                         else _unboxed(_inductor(graph, example), contextlib.nullcontext())
                     )
             else:
-                run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
+                compiled = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
+
+                def run(*inputs: Tensor) -> list[Tensor]:
+                    # CUDA graphs write each step's results to the same memory, and the gradients
+                    # and weights of a step may be used after the next one.
+                    return [output.clone() for output in compiled(*inputs)]
+
             # torch.compile compiles in the first call.
             generators = Generators()
             outputs = run(*example)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Set
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from pyro.distributions.util import sum_rightmost
 from torch import Tensor
-from torch.distributions import Independent, Transform, kl, kl_divergence
+from torch.distributions import (
+    Categorical,
+    Independent,
+    OneHotCategorical,
+    Transform,
+    kl,
+    kl_divergence,
+)
 from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO, check_options
@@ -70,7 +78,7 @@ def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
     if not _is_right(q["fn"], p["fn"]):
         return None
     try:
-        divergence = kl_divergence(q["fn"], p["fn"])
+        divergence = _divergence(q["fn"], p["fn"])
         if _same_weighting(p, q):
             return -masked(q, divergence)
         # E[log p] = -KL - H and E[log q] = -H have separate scales and masks.
@@ -78,6 +86,20 @@ def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
     except NotImplementedError:
         return None
     return masked(q, entropy) - masked(p, divergence + entropy)
+
+
+def _divergence(q: Any, p: Any) -> Tensor:
+    """Return the divergence; its gradient is finite also if both have a logit of -inf."""
+    divergence: Tensor = kl_divergence(q, p)
+    while isinstance(q, Independent) and isinstance(p, Independent):
+        q, p = q.base_dist, p.base_dist
+    if isinstance(q, OneHotCategorical) and isinstance(p, OneHotCategorical):
+        q, p = q._categorical, p._categorical
+    if not isinstance(q, Categorical) or not isinstance(p, Categorical):
+        return divergence
+    log_ratio = torch.where(q.probs > 0, q.logits - p.logits, 0.0)
+    each = (q.probs * log_ratio).sum(-1)
+    return cast("Tensor", sum_rightmost(each, each.dim() - divergence.dim()))
 
 
 def _is_right(q: Any, p: Any) -> bool:

@@ -450,7 +450,10 @@ class Dependencies:
                 slot = isinstance(attr, MemberDescriptorType) and value is not kind
                 datum = key not in instance_attrs and not key.startswith("__") and _is_datum(attr)
                 if slot or (datum and self._is_read(attr, key)):
-                    yield Entry(get, key, get(key), f"attribute '{key}' of {kind.__name__}")
+                    # The value of another descriptor is computed, as by PyroSample, which draws it.
+                    computed = hasattr(type(attr), "__get__") and not slot
+                    read = vars(part).get if computed else get
+                    yield Entry(read, key, read(key), f"attribute '{key}' of {kind.__name__}")
 
 
 class GeneratorStates:

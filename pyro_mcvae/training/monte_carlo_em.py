@@ -342,16 +342,12 @@ class MonteCarloEM(ChainELBO):
         target = Target(density, log_weight.new_ones(()), movable)
         state, infos = start, []
         with torch.no_grad():
-            for _ in range(self.num_steps):
+            for _ in range(self.num_steps if start.position.shape[-1] else 0):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)
-        self.last_step = ChainRecord(
-            chain.mean(torch.stack([info.acceptance for info in infos]), 1),
-            self.kernel.step_size().detach().clone(),
-            target.beta,
-            log_weight,
-        )
+        step_size = self.kernel.step_size().detach().clone()
+        self.last_step = ChainRecord.of(chain, step_size, target.beta, slots)
         return chain
 
     def _adapt(self, chain: Chain) -> None:
@@ -359,7 +355,7 @@ class MonteCarloEM(ChainELBO):
         super()._adapt(chain)
         sample, log_weight = self._latest
         del self._latest
-        if self.states is not None:
+        if self.states is not None and chain.infos:
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1 and self._executed is not None:

@@ -15,6 +15,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import RenyiELBO, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
@@ -367,6 +369,31 @@ def test_a_step_after_the_change_has_the_numbers_of_the_plain_one(place: str) ->
         put(1.0)
     assert uses(loss) >= 2
     assert not reasons(loss)
+
+
+class DrawnScale(PyroModule):
+    @PyroSample
+    def scale(self) -> Any:
+        return dist.LogNormal(0.0, 0.5)
+
+    def forward(self, x: Tensor) -> None:
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(0.0, self.scale), obs=x)
+
+
+def test_an_attribute_that_is_drawn_is_no_value_that_changes() -> None:
+    """Reading it would draw it, and move the random state."""
+    model = DrawnScale()
+    guide = AutoNormal(model)
+    recorded, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    plain.loss(model, guide, x)
+    values: list[list[float]] = []
+    for loss in (plain, recorded):
+        torch.manual_seed(0)
+        values.append([loss.loss_and_grads(model, guide, x) for _ in range(6)])
+    assert values[0] == values[1]
+    assert uses(recorded) >= 2
+    assert not reasons(recorded)
 
 
 @pytest.mark.parametrize(

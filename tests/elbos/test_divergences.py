@@ -1,6 +1,7 @@
 """Every divergence that PyTorch and Pyro know in closed form is that of many draws, or is drawn."""
 
 import itertools
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -126,6 +127,33 @@ def test_a_divergence_in_closed_form_has_no_noise(q):
     exact = torch.stack([bound, *torch.autograd.grad(bound, params)])
     for _ in range(3):
         assert torch.allclose(step(TraceSGVB_ELBO(2), *both), exact, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        lambda logits: dist.Categorical(logits=logits),
+        lambda logits: dist.OneHotCategorical(logits=logits),
+        lambda logits: dist.Categorical(logits=logits).expand([2]).to_event(1),
+    ],
+    ids=["categorical", "one-hot", "event"],
+)
+def test_a_category_that_neither_program_has_does_not_count(family):
+    """The gradient of PyTorch's rule is NaN there."""
+    rows = []
+    for extra in ([], [torch.tensor(-torch.inf)]):
+        pyro.clear_param_store()
+
+        def sites(a, b, extra=extra):
+            logits = stacked(pyro.param(a), pyro.param(b), torch.zeros(()), *extra)
+            with pyro.plate("data", 2):
+                pyro.sample("z", family(logits))
+
+        for name, value in STARTS.items():
+            pyro.param(name, torch.tensor(value))
+        rows.append(step(TraceSGVB_ELBO(), partial(sites, "c", "d"), partial(sites, "a", "b")))
+    assert rows[0][0] < 0
+    assert torch.allclose(*rows)
 
 
 @pytest.mark.parametrize("validate", [True, False])

@@ -62,6 +62,8 @@ OBJECTIVES = {
     "SIS, reweighted": lambda: mc.TraceSIS_ELBO(3, gradient_estimator="reweighted"),
     "AIS": lambda: mc.TraceAIS_ELBO(3),
     "AIS, several": lambda: mc.TraceAIS_ELBO(3, mc.HMC(), num_particles=4, multi_sample=True),
+    "Monte Carlo EM": mc.MonteCarloEM,
+    "Monte Carlo EM, several": lambda: mc.MonteCarloEM(2, mc.MALA(), persistent=True),
 }
 
 
