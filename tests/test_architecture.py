@@ -276,7 +276,7 @@ def private_uses(package: Path) -> list[str]:
 
 
 # Hooks of a base class for its subclasses, which live in other subpackages.
-HOOKS = {"comparisons uses _sampler"}
+HOOKS = {"training uses _check_options"}
 # Of torch and Pyro.
 THEIRS = {
     *("_buffers", "_constraints", "_parameters", "_pyro_dims", "_schema", "_validate_args"),

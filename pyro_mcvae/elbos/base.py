@@ -448,24 +448,6 @@ class ELBOOptions(TypedDict, total=False):
     jit_options: dict[str, object] | None
 
 
-def check_options(
-    kind: type[MonteCarloELBO], options: Mapping[str, object], own: Collection[str] = ()
-) -> None:
-    """
-    Check the arguments that an objective passes to :class:`MonteCarloELBO`.
-
-    :param own: arguments of the objective that are not in its signature.
-    :raises TypeError: for arguments of other objectives, because they would have no effect.
-    """
-    theirs = ELBOOptions.__annotations__.keys()
-    for name in sorted(options.keys() - theirs):
-        known = sorted({*inspect.signature(kind).parameters, *own} - {"options", *theirs})
-        raise TypeError(
-            f"{kind.__name__} does not accept the argument {name}={options[name]!r}: it takes "
-            f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"
-        )
-
-
 class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
@@ -526,6 +508,22 @@ class MonteCarloELBO(FixedOptions, ELBO):
                 f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
             )
         return super().__new__(cls)
+
+    @classmethod
+    def _check_options(cls, options: Mapping[str, object], own: Collection[str] = ()) -> None:
+        """
+        Check the arguments that an objective passes to this class.
+
+        :param own: arguments of the objective that are not in its signature.
+        :raises TypeError: for arguments of other objectives, because they would have no effect.
+        """
+        theirs = ELBOOptions.__annotations__.keys()
+        for name in sorted(options.keys() - theirs):
+            known = sorted({*inspect.signature(cls).parameters, *own} - {"options", *theirs})
+            raise TypeError(
+                f"{cls.__name__} does not accept the argument {name}={options[name]!r}: it takes "
+                f"{', '.join(known)}, and Pyro's {', '.join(theirs)}"
+            )
 
     def __init__(
         self,
