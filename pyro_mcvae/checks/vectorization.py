@@ -590,9 +590,9 @@ def _state(value: Tensor, at: int, nesting: int) -> Tensor:
 def _state_mismatch(key: FactorKey, sums: str) -> RuntimeError:
     return RuntimeError(
         f"site '{key.name}' of the model has another log density with all values of the enumerated "
-        f"sites side by side than with one of them{sums}, so the program confuses two dims: index "
+        f"sites side by side than with one of them{sums}, so the program confuses two dims. Index "
         f"and reduce from the right, as in Vindex(means)[..., y] and softmax(-1), and do not use "
-        f"the shape of an enumerated value; or draw these sites in the guide"
+        f"the shape of an enumerated value. Or draw these sites in the guide"
     )
 
 

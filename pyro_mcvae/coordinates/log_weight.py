@@ -57,11 +57,6 @@ class GradientMode(enum.Flag):
     FIRST = 2
     CHAIN = 4
 
-    @classmethod
-    def of_kernel(cls, needs_gradient: bool) -> GradientMode:
-        """Return the mode for a kernel whose chain is not differentiated."""
-        return cls.COORDINATES if needs_gradient else cls.NONE
-
     @property
     def keeps_graph(self) -> bool:
         """Return whether some evaluation keeps its graph, for the gradient of a bound."""

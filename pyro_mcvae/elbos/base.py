@@ -306,7 +306,7 @@ _AVERAGED = (
 )
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
-    "guide, inside the weights: the loss is not a bound on the log evidence, but on the logarithm "
+    "guide, inside the weights. The loss is not a bound on the log evidence, but on the logarithm "
     "of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It is a bound on the evidence "
     "when the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
     "beta-VAE; scaling the observations by 1 / beta instead gives a bound for every beta"
@@ -448,24 +448,6 @@ class ELBOOptions(TypedDict, total=False):
     jit_options: dict[str, object] | None
 
 
-def check_options(
-    kind: type[MonteCarloELBO], options: Mapping[str, object], own: Collection[str] = ()
-) -> None:
-    """
-    Check the arguments that an objective passes to :class:`MonteCarloELBO`.
-
-    :param own: arguments of the objective that are not in its signature.
-    :raises TypeError: for arguments of other objectives, because they would have no effect.
-    """
-    theirs = ELBOOptions.__annotations__.keys()
-    for name in sorted(options.keys() - theirs):
-        known = sorted({*inspect.signature(kind).parameters, *own} - {"options", *theirs})
-        raise TypeError(
-            f"{kind.__name__} does not accept the argument {name}={options[name]!r}: it takes "
-            f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"
-        )
-
-
 class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
@@ -526,6 +508,22 @@ class MonteCarloELBO(FixedOptions, ELBO):
                 f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
             )
         return super().__new__(cls)
+
+    @classmethod
+    def _check_options(cls, options: Mapping[str, object], own: Collection[str] = ()) -> None:
+        """
+        Check the arguments that an objective passes to this class.
+
+        :param own: arguments of the objective that are not in its signature.
+        :raises TypeError: for arguments of other objectives, because they would have no effect.
+        """
+        theirs = ELBOOptions.__annotations__.keys()
+        for name in sorted(options.keys() - theirs):
+            known = sorted({*inspect.signature(cls).parameters, *own} - {"options", *theirs})
+            raise TypeError(
+                f"{cls.__name__} does not accept the argument {name}={options[name]!r}: it takes "
+                f"{', '.join(known)}, and Pyro's {', '.join(theirs)}"
+            )
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from pyro_mcvae.coordinates.smoothness import Smoothness
 from pyro_mcvae.discrete.baselines import Baseline
 from pyro_mcvae.discrete.site_slots import SiteOptions, is_discrete
 from pyro_mcvae.discrete.slot_rows import SlotDraws, SlotPlanner
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO, check_options
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
@@ -179,7 +179,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options, ChainOptions.__annotations__)
+        self._check_options(options, ChainOptions.__annotations__)
         StoredModule.__init__(self)
         check_flag("multi_sample", multi_sample)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))

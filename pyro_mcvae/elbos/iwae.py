@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO, check_options
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, averaged_estimate, elbo_costs, weighted_estimate
 from pyro_mcvae.ops.checks import check_choice
 from pyro_mcvae.ops.tensors import as_shape
@@ -380,7 +380,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         check_choice("gradient_estimator", gradient_estimator, get_args(GradientEstimator))
         self.gradient_estimator = gradient_estimator
         self.joint = joint

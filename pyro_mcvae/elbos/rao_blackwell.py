@@ -24,7 +24,6 @@ from pyro_mcvae.elbos.base import (
     Sum,
     add_up,
     as_scalar,
-    check_options,
     times,
 )
 from pyro_mcvae.elbos.elbo_terms import (
@@ -558,7 +557,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         num_particles: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         torch.nn.Module.__init__(self)
         super().__init__(num_particles, **options)
         if entropy not in ("sampled", "exact"):

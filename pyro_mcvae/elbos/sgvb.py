@@ -20,7 +20,7 @@ from torch.distributions import (
 )
 from typing_extensions import Unpack
 
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO, check_options
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_cost, elbo_costs, elbo_estimate
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.run import Programs, Run
@@ -200,7 +200,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         analytic_kl: bool = True,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         super().__init__(num_particles, **options)
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl

@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO, check_options
+from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.tensors import costs_nothing_to_read
@@ -79,7 +79,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         num_sampled_states: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         super().__init__(1, **options)
         if num_gradient_states is not None:
             num_gradient_states = check_count("num_gradient_states", num_gradient_states)

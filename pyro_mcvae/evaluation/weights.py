@@ -297,7 +297,8 @@ class ImportanceSampler:
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
         """Return the density for chains, at new draws or at given latents."""
         assert self.annealing is not None
-        gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
+        needs_gradient = self.annealing.kernel.needs_gradient
+        gradient = GradientMode.COORDINATES if needs_gradient else GradientMode.NONE
         with torch.set_grad_enabled(bool(gradient)):
             log_weight = self.log_weight(
                 count,

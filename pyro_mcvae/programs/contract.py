@@ -112,10 +112,10 @@ def _check_places(guide: Mapping[str, Site], model: Mapping[str, Site]) -> None:
 
 def _enumerated(name: str) -> str:
     return (
-        f"site '{name}' of the guide is marked for enumeration, which this objective does "
-        f"not do: use TraceRaoBlackwell_ELBO, or pyro.infer.TraceEnum_ELBO, or sample the site by "
-        f"removing infer={{'enumerate': ...}} or by strict_enumeration_warning=False, or mark it "
-        f"in the model alone and leave it out of the guide"
+        f"site '{name}' of the guide is marked for enumeration, which this objective does not "
+        f"support. To sum the site, use TraceRaoBlackwell_ELBO, or mark it in the model and leave "
+        f"it out of the guide. To sample it, remove infer={{'enumerate': ...}}, or pass "
+        f"strict_enumeration_warning=False"
     )
 
 

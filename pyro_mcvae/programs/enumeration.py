@@ -100,9 +100,9 @@ class StateMessenger(ModelEnumeration):
             names = ", ".join(self._summed)
             raise RuntimeError(
                 f"{first_line(error or kind())}: the model runs with all values of {names} side by "
-                f"side, in dims to the left of all plates, and has to broadcast over them: expand "
+                f"side, in dims to the left of all plates, and has to broadcast over them. Expand "
                 f"concatenated tensors to one shape (torch.broadcast_shapes), index by "
-                f"Vindex(table)[..., y], and count batch dims from the right (dim=-1); or draw the "
+                f"Vindex(table)[..., y], and count batch dims from the right (dim=-1). Or draw the "
                 f"site in the guide"
             ) from error
 
@@ -286,9 +286,9 @@ def _crossed(members: Sequence[Site]) -> SiteError:
     inside = ", ".join(f"'{n}' in {' and '.join(sorted(p))}" for n, p in frames.items() if p)
     return SiteError(
         f"Expected tree-structured plate nesting, but enumerated sites of the model in crossed "
-        f"plates meet in one factor ({inside}), whose exact sum needs all combinations: "
-        f"make one of the plates sequential, for i in pyro.plate(...), at a cost exponential in "
-        f"its size, or draw the sites of one of them in the guide"
+        f"plates meet in one factor ({inside}), whose exact sum needs all combinations. Draw the "
+        f"sites of one of the plates in the guide. Or make this plate sequential, for i in "
+        f"pyro.plate(...), at a cost that is exponential in its size"
     )
 
 
@@ -301,7 +301,7 @@ def _common_scale(members: Sequence[Site]) -> float | Tensor:
                 raise SiteError(
                     f"site '{site['name']}' of the model lies in plate '{f.name}', and depends on "
                     f"an enumerated site outside it, whose sum needs all {f.full_size} data, "
-                    f"but the plate is subsampled ({f.size}): pass the full data, put the "
+                    f"but the plate is subsampled ({f.size}). Pass the full data, put the "
                     f"enumerated site into the plate, or draw it in the guide"
                 )
     scales = {s["name"]: s["scale"] for s in members}

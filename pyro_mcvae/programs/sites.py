@@ -400,8 +400,8 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({type(site['fn']).__name__}): {str(error) or 'no inverse'}\nA flow without an inverse "
-        f"has a density only at its own draws, and no longer once these are detached or moved: "
-        f"use an invertible flow, or a loss that does not move them (TraceSGVB_ELBO, "
+        f"has a density only at its own draws, and no longer once these are detached or moved. "
+        f"Use an invertible flow, or a loss that does not move them (TraceSGVB_ELBO, "
         f"TraceIWAE_ELBO), or, for chains, coordinates='noise' with the full gradient."
     )
 

@@ -13,7 +13,7 @@ from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernels import HMC, Kernel, State, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar, check_options
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot
@@ -259,7 +259,7 @@ class MonteCarloEM(ChainELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         num_steps = check_count("num_steps", num_steps)
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)

@@ -14,14 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_mcvae.elbos.base import (
-    Bounds,
-    ELBOOptions,
-    Estimate,
-    MonteCarloELBO,
-    as_scalar,
-    check_options,
-)
+from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.contract import nesting_of
@@ -174,8 +167,8 @@ def check_reads(programs: Programs, run: Run) -> None:
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
-            f"the model reads from its arguments, so simulated data would mix with real data: "
-            f"use the values that pyro.sample returns, pass covariates as other tensors than the "
+            f"the model reads from its arguments, so simulated data would mix with real data. "
+            f"Use the values that pyro.sample returns, pass covariates as other tensors than the "
             f"observed ones, or compute the guide's arguments with dream_args"
         )
     if readers == []:
@@ -316,7 +309,7 @@ class WakeSleep(MonteCarloELBO):
         dream_args: DreamArgs | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         super().__init__(num_particles, **options)
         num_dreams = check_count("num_dreams", num_dreams)
         if dream_args is not None and not callable(dream_args):

@@ -1,4 +1,4 @@
-"""The public names of every exported class: those that users are told of, and no others."""
+"""The public names of every exported class: those that the docs describe, and no others."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ STATE = {
     "ScoreNetwork": {"drift", "hidden", "inputs", "time"},
     "SigmoidSchedule": {"log_slope"},
 }
-# What learned parts of an objective are called in Pyro's parameter store, and what other rooms ask.
+# Attributes of learned parts of an objective, and attributes that other subpackages read.
 PARTS = {"param_name", "packing", "plan", "plain", "slots"}
 # Arguments that a class takes from its base, whose docstring has them, or that are one of its own.
 INHERITED = {
@@ -65,8 +65,8 @@ def explained(cls: type, name: str) -> bool:
         return True
     result = [vars(base)[name] for base in ours(cls) if name in vars(base)]
     kinds = (property, classmethod, staticmethod)
-    told = [v for v in result if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
-    return any(inspect.getdoc(v) for v in told)
+    described = [v for v in result if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
+    return any(inspect.getdoc(v) for v in described)
 
 
 @pytest.mark.parametrize("name", CLASSES)

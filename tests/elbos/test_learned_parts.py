@@ -202,7 +202,7 @@ def test_every_parameter_of_every_transition_trains(interface):
             module().backward()
             optimizer.step()
     moved = {name: p != before[name] for name, p in loss.named_parameters()}
-    # A chain's first momentum is drawn anew.
+    # A chain's first momentum is drawn again.
     assert not moved["kernel.momentum.logit"][0]
     assert moved["kernel.momentum.logit"][1:].all()
     assert moved["kernel.step_size.log_value"].all()
