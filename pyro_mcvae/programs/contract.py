@@ -67,7 +67,7 @@ def check_sites(
             raise _not_drawn_error(name, guide[name])
         if name not in guide:
             kind = site["infer"].get("enumerate")
-            if is_state(site) or (kind == "parallel" and before_sums):
+            if is_state(site) or is_delta(site["fn"]) or (kind == "parallel" and before_sums):
                 continue
             if kind:
                 raise ValueError(_not_summed(name, kind))

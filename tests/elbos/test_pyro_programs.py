@@ -373,3 +373,41 @@ def test_a_factor_of_the_guide_counts_as_under_trace_enum(has_rsample):
     assert math.isclose(*losses, rel_tol=1e-9)
     assert torch.allclose(*grads)
     assert (grads[0].abs() > 0.1).all()
+
+
+@pytest.mark.filterwarnings("ignore:Found vars in model but not guide")  # by Pyro
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis", "ais"])
+def test_a_point_mass_of_the_model_alone_is_a_function_of_its_latents(name, vectorize):
+    """The idiom of tutorials before pyro.deterministic; its density is one, or a factor."""
+
+    def model(is_site):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            if is_site:
+                y = pyro.sample("y", dist.Delta(2 * z, log_density=-(z**2)))
+            else:
+                y = pyro.deterministic("y", 2 * z)
+                pyro.factor("density", -(z**2))
+            pyro.sample("x", dist.Normal(y, 0.5), obs=torch.tensor(X))
+
+    def guide(is_site):
+        loc = pyro.param("loc", torch.zeros(3))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(loc, 0.7))
+
+    objectives = {
+        "sgvb": lambda **k: TraceSGVB_ELBO(4, **k),
+        "iwae": lambda **k: TraceIWAE_ELBO(4, **k),
+        "rb": lambda **k: TraceRaoBlackwell_ELBO(4, **k),
+        **CHAINS,
+    }
+    results = []
+    for is_site in (True, False):
+        elbo = objectives[name](vectorize_particles=vectorize)
+        elbo.loss(model, guide, is_site)
+        pyro.set_rng_seed(0)
+        pyro.get_param_store().clear()
+        loss = elbo.loss_and_grads(model, guide, is_site)
+        results.append(torch.cat([torch.tensor([loss]), pyro.param("loc").grad]))
+    assert torch.allclose(*results)
