@@ -566,3 +566,40 @@ def test_a_draw_outside_the_support_is_an_error_at_every_step(make, counts_dims,
     for _ in range(5):
         with pytest.raises(ValueError, match=r"(?s)site 'z' of the model.*within the support"):
             loss.loss(model, guide)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceSGVB_ELBO(8),
+        lambda: TraceIWAE_ELBO(8),
+        lambda: TraceSIS_ELBO(2, num_particles=8),
+    ],
+    ids=["sgvb", "iwae", "sis"],
+)
+def test_an_error_for_some_values_is_raised_and_changes_no_vectorization(make, caplog):
+    def model():
+        with pyro.plate("data", 3):
+            r = pyro.sample("r", dist.Normal(0.0, 1.0))
+            one = torch.ones_like(r)
+            matrix = torch.stack([one, r, r, one], -1).unflatten(-1, (2, 2))
+            scale = torch.linalg.cholesky(matrix)  # an error if r > 1
+            x = dist.MultivariateNormal(torch.zeros(2), scale_tril=scale)
+            pyro.sample("x", x, obs=torch.ones(3, 2))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("r", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 0.05))
+
+    loss = make()
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):
+            loss.loss_and_grads(model, guide)
+        pyro.param("loc").data.fill_(1.0)  # each second draw is an error
+        for _ in range(5):
+            with pytest.raises(torch.linalg.LinAlgError):
+                loss.loss(model, guide)
+        pyro.param("loc").data.fill_(0.0)
+        loss.loss(model, guide)
+    assert "one by one" not in caplog.text
+    assert "vmap" not in caplog.text
