@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.util import is_validation_enabled
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -146,7 +147,8 @@ def _settings() -> tuple[Hashable, ...]:
         raise NotRecordable("the loss is called in inference mode: use torch.no_grad()")
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    return (torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
+    kept = torch.is_grad_enabled(), torch.get_default_dtype(), is_validation_enabled()
+    return (*kept, *autocast)
 
 
 # One step of a loss and its gradient as one graph.
@@ -301,8 +303,14 @@ class Surroundings:
 
     @contextmanager
     def watched(self, mode: ReadingMode) -> Iterator[list[Tensor]]:
-        """Record a step within this context; the yielded list collects its guards."""
-        with recorded_guards() as assumed, pyro.validation_enabled(False), mode, self.executed:
+        """
+        Record a step within this context; the yielded list collects its guards.
+
+        With Pyro's validation, guards also check that latents are within their supports, outside
+        which a density may be finite. Parameters and data are not checked.
+        """
+        guards, unchecked = recorded_guards(is_validation_enabled()), pyro.validation_enabled(False)
+        with guards as assumed, unchecked, mode, self.executed:
             yield assumed
 
     def slots(self) -> list[Slot]:

@@ -14,10 +14,11 @@ from torch.distributions import ComposeTransform, biject_to, constraints, gamma
 
 from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
-from pyro_mcvae.programs.distributions import elementwise, is_elementary, is_pushed_forward
+from pyro_mcvae.programs.distributions import is_elementary, is_pushed_forward
 from pyro_mcvae.programs.exact_logs import Logs, exact_logs, exact_logs_if, positive, with_logs
 from pyro_mcvae.programs.sites import (
     bare,
+    elementwise,
     is_masked,
     is_straight_through,
     known_support,

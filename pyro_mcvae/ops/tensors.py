@@ -37,6 +37,7 @@ class Tree:
 # Guards of recorded steps.
 
 _open: list[list[Tensor]] = []
+_validates: list[bool] = []
 
 
 def is_recording() -> bool:
@@ -92,14 +93,21 @@ def fail_if_recording(reason: str) -> None:
 
 
 @contextmanager
-def recorded_guards() -> Iterator[list[Tensor]]:
+def recorded_guards(validates: bool = False) -> Iterator[list[Tensor]]:
     """Record a step inside; the yielded list receives its guards."""
     guards: list[Tensor] = []
     _open.append(guards)
+    _validates.append(validates)
     try:
         yield guards
     finally:
         _open.pop()
+        _validates.pop()
+
+
+def guards_supports() -> bool:
+    """Return whether a step is being recorded, with guards instead of Pyro's validation."""
+    return bool(_validates) and _validates[-1]
 
 
 # Devices: reading tensors without waiting, and moving modules to the device of a tensor.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
@@ -311,6 +312,7 @@ class Runner:
         if execution.check is not None:
             execution.check(run)
         analysis.put(_run_key(run, shared), True)
+        analysis.put(_ran_key(run, run.leading), torch.is_grad_enabled())
 
     def _leading(
         self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
@@ -377,7 +379,8 @@ class Runner:
     ) -> tuple[int, Mode]:
         """Return another nesting or vectorization after an error, or raise the cause."""
         # The programs fail without particles too (the next line then raises their error), or their
-        # plates have changed since the last step, or this vectorization does not work.
+        # plates have changed since the last step, or this vectorization does not work. If it worked
+        # at these sizes before, the programs fail at the values of this step.
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != nesting:
@@ -389,6 +392,9 @@ class Runner:
         if count is None:
             raise cause from error
         run = self._single(execution)
+        with_gradient = self._finding(execution.key, _ran_key(run, count))
+        if with_gradient or (with_gradient is False and not torch.is_grad_enabled()):
+            raise error
         choice = self._choose(execution, run)
         if choice is mode is not Mode.BATCHED:
             # A few particles may run without gradients, but fail in a step: for example if batch
@@ -409,7 +415,7 @@ class Runner:
             self._keep(execution.key, _NESTING, nesting)
         return int(nesting)
 
-    def _finding(self, programs: Programs, key: tuple[str]) -> Any:
+    def _finding(self, programs: Programs, key: tuple[Hashable, ...]) -> Any:
         """Return a finding of this analysis, or of the previous one."""
         analysis = self.analyses.of(programs)
         return analysis.get(key, analysis.before(key))
@@ -511,6 +517,11 @@ def _restore(subsamples: Minibatch, before: Minibatch) -> None:
 def _run_key(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
     """Return the cache key of a checked run: everything that the checks depend on."""
     return "run", run.form, run.nesting, run.leading, shared, is_validation_enabled()
+
+
+def _ran_key(run: Run, count: int | None) -> tuple[Hashable, ...]:
+    """Return the key under which runs of several particles are known to work."""
+    return "run", run.signature, run.sizes, count
 
 
 def _log_choice(

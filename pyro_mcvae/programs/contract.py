@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_mcvae.ops.checks import WarnOnce
-from pyro_mcvae.programs.distributions import elementwise
 from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair, terms_of
 from pyro_mcvae.programs.sites import (
+    elementwise,
     is_delta,
     is_latent,
     is_scored,

@@ -26,7 +26,7 @@ from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, con
 
 from pyro_mcvae.ops.tensors import guard
 from pyro_mcvae.ops.vmap_dims import is_mapped
-from pyro_mcvae.programs.sites import bare, known_support, layers
+from pyro_mcvae.programs.sites import bare, elementwise, known_support, layers, tensors_of
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
 
 # The transforms of a distribution, and their parts.
@@ -365,7 +365,7 @@ def moves_support(fn: Distribution) -> bool:
     fn = bare(fn)
     if is_pushed_forward(fn):
         return _moved_by_transforms(fn)
-    return any(t.requires_grad for t in _bounds(known_support(fn)))
+    return any(t.requires_grad for t in tensors_of(known_support(fn)))
 
 
 def is_pushed_forward(fn: Distribution) -> bool:
@@ -403,25 +403,6 @@ def _agree(end: Any, domain_end: Any) -> bool:
     if not isinstance(end, Tensor):
         return bool(end == domain_end)
     return not is_mapped(end) and guard((end == domain_end).all())
-
-
-def elementwise(constraint: Constraint) -> Constraint:
-    """Return the constraint of each element of a vector's constraint."""
-    while hasattr(constraint, "base_constraint"):
-        constraint = constraint.base_constraint
-    return constraint
-
-
-def _bounds(constraint: Constraint) -> Iterator[Tensor]:
-    """Yield the tensors in a constraint."""
-    if isinstance(constraint, Tensor):
-        yield constraint
-    elif isinstance(constraint, list | tuple):
-        for part in constraint:
-            yield from _bounds(part)
-    elif isinstance(constraint, constraints.Constraint):
-        for part in vars(constraint).values():
-            yield from _bounds(part)
 
 
 def _is_real(constraint: Constraint) -> bool:

@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.ops.tensors import guard, guards_supports
 from pyro_mcvae.programs.exact_logs import copy_logs, exact_logs
 from pyro_mcvae.programs.supports import relaxed_log_prob
 from pyro_mcvae.programs.types import (
@@ -24,6 +25,7 @@ from pyro_mcvae.programs.types import (
     Distribution,
     Message,
     Site,
+    SiteError,
     noted,
     subsampling_scale,
 )
@@ -319,6 +321,25 @@ def known_support(fn: Distribution) -> Constraint:
         return constraints.real
 
 
+def elementwise(constraint: Constraint) -> Constraint:
+    """Return the constraint of each element of a vector's constraint."""
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return constraint
+
+
+def tensors_of(constraint: Constraint) -> Iterator[Tensor]:
+    """Yield the tensors in a constraint."""
+    if isinstance(constraint, Tensor):
+        yield constraint
+    elif isinstance(constraint, list | tuple):
+        for part in constraint:
+            yield from tensors_of(part)
+    elif isinstance(constraint, constraints.Constraint):
+        for part in vars(constraint).values():
+            yield from tensors_of(part)
+
+
 def is_random(site: Site) -> bool:
     """Return whether a guide site is random: latent and not a point mass."""
     return is_latent(site) and not is_delta(site["fn"])
@@ -378,6 +399,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
+    if guards_supports() and program == "model":
+        check_support(site)
     with naming_site(site, program), exact_logs(value):
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
 
@@ -406,15 +429,33 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     )
 
 
+def check_support(site: Site) -> None:
+    """
+    Check a latent's value that its distribution does not; :func:`guard` it while recording.
+
+    :raises SiteError: if the value is outside the support.
+    """
+    support, value = known_support(site["fn"]), site["value"]
+    anywhere = constraints.is_dependent(support) or elementwise(support) is constraints.real
+    if value is None or anywhere or not is_latent(site) or site["infer"].get(RELAXED):
+        return
+    if not guard(support.check(value).all()):
+        raise _density_error(site, "model", SiteError(f"it is not within the support ({support})"))
+
+
 def _density_error(site: Site, program: str, error: Exception) -> Exception:
     shape = tuple(getattr(site["value"], "shape", ()))
-    remedy = (
-        "The guide's draw lies outside the support of the model's distribution: give the guide "
-        "a distribution with that support (or an AutoGuide, which transforms to it)."
-        if "within the support" in str(error) and program == "model" and is_latent(site)
-        else "Check the value, the distribution's shape and the plates around the site."
-    )
-    return type(error)(
+    kind, outside = type(error), "within the support" in str(error)
+    if outside and program == "model" and is_latent(site):
+        remedy = (
+            "The guide's draw lies outside the support of the model's distribution: give the guide "
+            "a distribution with that support (or an AutoGuide, which transforms to it)."
+        )
+        if all(t.numel() == 1 for t in tensors_of(known_support(site["fn"]))):
+            kind = SiteError  # whatever the dims of the distribution are
+    else:
+        remedy = "Check the value, the distribution's shape and the plates around the site."
+    return kind(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({_name(site['fn'])}, value of shape {shape}): {error}\n{remedy}"
     )

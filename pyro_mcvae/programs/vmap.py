@@ -12,12 +12,13 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.util import is_validation_enabled
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_mcvae.ops.vmap_dims import VmapDims
 from pyro_mcvae.programs.messengers import Leading, ParticlePlate
-from pyro_mcvae.programs.sites import changed_draw, site_in_full_precision
+from pyro_mcvae.programs.sites import changed_draw, check_support, site_in_full_precision
 from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
 
 # Rebatch the distributions that a program made for one particle.
@@ -153,7 +154,8 @@ class MappedPlate(ParticlePlate):
 
     def __enter__(self) -> MappedPlate:
         self._stack.enter_context(self._dims.opened(self.size))
-        # Validation reads values, which is impossible under vmap.
+        # Validation reads values, which is impossible under vmap; supports are checked outside.
+        self._validated = is_validation_enabled()
         self._stack.enter_context(pyro.validation_enabled(False))
         super().__enter__()
         return self
@@ -186,6 +188,8 @@ class MappedPlate(ParticlePlate):
         hidden = self._hidden.pop(id(msg), None)
         if hidden is None:
             return
+        if self._validated:
+            check_support(msg)
         value, fn = msg["value"], hidden["fn"]
         if hidden["value"] is None:
             depth = -self.depth - 1 + fn.event_dim

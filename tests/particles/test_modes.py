@@ -532,3 +532,74 @@ def test_judges_run_what_losses_run(program, caplog):
         result = log_evidence(model, guide, x, y, num_particles=20_000, seed=0)
     assert abs(result.total - exact) < 5 * result.total_standard_error
     assert "one by one" not in caplog.text
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")])
+@pytest.mark.parametrize("counts_dims", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceSGVB_ELBO(8, analytic_kl=False),
+        lambda: TraceIWAE_ELBO(8),
+        lambda: TraceSIS_ELBO(2, num_particles=8),
+    ],
+    ids=["sgvb", "iwae", "sis"],
+)
+def test_a_draw_outside_the_support_is_an_error_at_every_step(make, counts_dims, wrap):
+    """The density of an exponential goes on below zero, where it would count."""
+
+    def model():
+        with pyro.plate("data", 5):
+            z = pyro.sample("z", dist.Exponential(1.0))
+            if counts_dims and z.dim() != 1:
+                raise RuntimeError("runs under vmap")
+            pyro.sample("x", dist.Normal(z, 0.5), obs=torch.ones(5))
+
+    def guide():
+        with pyro.plate("data", 5):
+            pyro.sample("z", dist.Normal(pyro.param("loc", torch.tensor(5.0)), 0.3))
+
+    loss = wrap(make())
+    for _ in range(7):
+        loss.loss(model, guide)  # all draws are positive; later one in four is not
+    pyro.param("loc").data.fill_(0.2)
+    for _ in range(5):
+        with pytest.raises(ValueError, match=r"(?s)site 'z' of the model.*within the support"):
+            loss.loss(model, guide)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceSGVB_ELBO(8),
+        lambda: TraceIWAE_ELBO(8),
+        lambda: TraceSIS_ELBO(2, num_particles=8),
+    ],
+    ids=["sgvb", "iwae", "sis"],
+)
+def test_an_error_for_some_values_is_raised_and_changes_no_vectorization(make, caplog):
+    def model():
+        with pyro.plate("data", 3):
+            r = pyro.sample("r", dist.Normal(0.0, 1.0))
+            one = torch.ones_like(r)
+            matrix = torch.stack([one, r, r, one], -1).unflatten(-1, (2, 2))
+            scale = torch.linalg.cholesky(matrix)  # an error if r > 1
+            x = dist.MultivariateNormal(torch.zeros(2), scale_tril=scale)
+            pyro.sample("x", x, obs=torch.ones(3, 2))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("r", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 0.05))
+
+    loss = make()
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):
+            loss.loss_and_grads(model, guide)
+        pyro.param("loc").data.fill_(1.0)  # each second draw is an error
+        for _ in range(5):
+            with pytest.raises(torch.linalg.LinAlgError):
+                loss.loss(model, guide)
+        pyro.param("loc").data.fill_(0.0)
+        loss.loss(model, guide)
+    assert "one by one" not in caplog.text
+    assert "vmap" not in caplog.text
