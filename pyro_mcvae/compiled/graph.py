@@ -472,7 +472,7 @@ class Update:
     An update of a tensor that a graph holds: an output of the graph, which is written later.
 
     :ivar constant: which of the graph's constants the tensor is.
-    :ivar rows: whether some rows are written, of which an output is the indices and another the
+    :ivar rows: whether some rows are written: one output has their indices and another the
         values; otherwise all of it, which is one output.
     """
 

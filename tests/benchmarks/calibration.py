@@ -1,10 +1,10 @@
 """
-How often the judges are right: coverage of two standard errors, and verdicts that were too sure.
+How often the evaluators are right: coverage of two standard errors, false certainty.
 
     python -m tests.benchmarks.calibration --seeds 100 --out calibration.json
     python -m tests.benchmarks.calibration --weights
 
-Models whose evidence is known exactly, each with guides from close to far off, are judged once per
+Models whose evidence is known exactly, with guides from close to far off, are evaluated once per
 seed (the data stay). For each: how often the exact log evidence of all data lies within two
 standard errors of `log_evidence` and of `report`; how often `report` trusts its evidence; how often
 it does so though that is off by more than three errors and 0.05 nats per weight (too sure); and how
@@ -152,7 +152,7 @@ CASES: dict[str, Callable[[], Specialization]] = {
 }
 
 
-def judged(case: Specialization, seed: int, num_particles: int) -> dict[str, float]:
+def evaluated(case: Specialization, seed: int, num_particles: int) -> dict[str, float]:
     """One verdict."""
     model, guide, exact, _ = case
     began = time.process_time()
@@ -251,7 +251,7 @@ def main() -> None:
         pyro.clear_param_store()
         case = CASES[name]()
         case[1]()  # its parameters are meant
-        rows = [judged(case, seed, args.particles) for seed in range(args.seeds)]
+        rows = [evaluated(case, seed, args.particles) for seed in range(args.seeds)]
         kept[name] = rows
         lines.append(row(name, rows))
         print(" | ".join(lines[-1]), flush=True)

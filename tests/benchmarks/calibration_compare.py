@@ -5,9 +5,9 @@ How often comparisons are right: coverage of two standard errors, and winners th
     python -m tests.benchmarks.calibration_compare --only models
 
 Models whose evidence is known exactly, also with the parameters that training ended with. For each
-seed: whether the exact evidence of the judged data lies within two standard errors of the one that
-is said (Monte Carlo's); whether the exact difference does, of losses that on 5,000 other data,
-whose error is over the data (data and training are drawn anew with the seed); whether one winner
+seed: whether the exact evidence of the evaluated data lies within two standard errors of the one
+that is printed (Monte Carlo's); whether the exact difference does, of losses that on 5,000 other
+data, whose error is over the data (data and training are drawn again with each seed); whether one winner
 was declared; and whether that was the wrong one (wrong, and sure of it).
 """
 
@@ -55,7 +55,7 @@ def regression(prior: float, factor: float, full: bool = False) -> tuple[object,
 
 
 def models(first: tuple, second: tuple) -> Callable[[int], Row]:
-    def judged(seed: int) -> Row:
+    def evaluated(seed: int) -> Row:
         pairs = {"a": first[:2], "b": second[:2]}
         result = compare_models(pairs, num_particles=1000, seed=seed, progress=False)
         exact = float(first[2] - second[2])
@@ -72,7 +72,7 @@ def models(first: tuple, second: tuple) -> Callable[[int], Row]:
             "wrong": sure and result.best != [winner],
         }
 
-    return judged
+    return evaluated
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Learned:
 
     :ivar draw: makes so many data.
     :ivar exact: log p(x) of each of the data, or of all together where there is one weight.
-    :ivar num_test: how many are judged; all that are trained on, with one weight.
+    :ivar num_test: how many are evaluated; all that are trained on, with one weight.
     """
 
     model: Callable[[Tensor], None]
@@ -97,9 +97,9 @@ class Learned:
 
 
 def learned(make: Callable[[], Learned]) -> Callable[[int], Row]:
-    """The ELBO and IWAE-10, 100 steps on 100 data, judged on others."""
+    """The ELBO and IWAE-10, 100 steps on 100 data, evaluated on others."""
 
-    def judged(seed: int) -> Row:
+    def evaluated(seed: int) -> Row:
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
         case = make()
@@ -131,7 +131,7 @@ def learned(make: Callable[[], Learned]) -> Callable[[int], Row]:
             "wrong": sure and result.best != [winner],
         }
 
-    return judged
+    return evaluated
 
 
 def factors(width: float, learns: bool) -> Learned:
@@ -332,10 +332,10 @@ def main() -> None:
     head = ["comparison", "seeds", "2 SE: evidence", "2 SE: gain", "k-hat doubtful"]
     head += ["2 SE: gain, of the others", "one winner", "wrong winner", "CPU"]
     print(f"| {' | '.join(head)} |\n| --- |{' ---: |' * (len(head) - 1)}")
-    for name, judged in CASES.items():
+    for name, evaluated in CASES.items():
         if args.only in name:
             began = time.process_time()
-            rows = [judged(seed) for seed in range(args.seeds)]
+            rows = [evaluated(seed) for seed in range(args.seeds)]
             seconds = (time.process_time() - began) / args.seeds
             calm = [r for r in rows if not r["doubtful"]]
             shares = [fraction(rows, key) for key in ("evidence", "within", "doubtful")]

@@ -3,7 +3,7 @@
     python tests/benchmarks/evaluation.py --data-root data --images 1000 --particles 1000
 
 ``--data-root`` is the folder of ``MNIST/raw/*.gz``: a VAE is trained on it for ``--epochs`` and
-judged on its test images. Without it weights are those of the initialization, and images random.
+evaluated on its test images. Without it weights are those of the initialization, and images random.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def resident(begin=False):
     return int(line.split()[1]) / 1024
 
 
-def judge(name, vae, x, options):
+def evaluate(name, vae, x, options):
     before = resident(begin=True)
     wall, cpu = time.perf_counter(), time.process_time()
     result = log_evidence(vae.model, vae.guide, x, **options)
@@ -107,9 +107,9 @@ def main():
         train(vae, images(args.data_root, "train").to(args.device), args.epochs)
         x = images(args.data_root, "t10k")[: args.images].bernoulli().to(args.device)
     chains = {"num_particles": args.chains, "schedule": args.steps, "kernel": HMC()}
-    judge(f"AIS, {args.steps} steps, HMC(3), {args.chains} chains", vae, x, chains)
+    evaluate(f"AIS, {args.steps} steps, HMC(3), {args.chains} chains", vae, x, chains)
     for count in args.particles:
-        judge(f"IS, {count} particles", vae, x, {"num_particles": count})
+        evaluate(f"IS, {count} particles", vae, x, {"num_particles": count})
 
 
 if __name__ == "__main__":

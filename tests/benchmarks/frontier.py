@@ -149,7 +149,7 @@ class LorenzPath(dist.TorchDistribution):
 
 
 def convection(_: Path) -> Model:
-    """A Lorenz system, of which one coordinate is observed with noise, but not in the middle."""
+    """A Lorenz system, one coordinate of which is observed with noise, but not in the middle."""
     observed = torch.tensor(CONVECTION)
 
     def model() -> None:

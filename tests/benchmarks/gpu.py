@@ -6,7 +6,7 @@ What only a GPU can show, in fifteen minutes on one H100 or H200.
     python -m tests.benchmarks.gpu --device sim --small      # the simulated device of tests/device
 
 Needs torch and pyro-ppl alone, neither pytest nor data. Three parts, each with its share of the
-minutes, of which what is left over goes to the next:
+minutes; what is left over goes to the next part:
 
 1. checks: each objective trains, leaves nothing on the CPU, never makes the host wait, has the
    CPU's bounds, and half precision changes them little;
@@ -122,7 +122,7 @@ def check(case: Specialization, make: Callable[[], Any]) -> dict[str, Any]:
     """
     vae, x, loss = networks(case), images(case), make()
     step = gradient_step(partial(loss.differentiable_loss, vae.model, vae.guide, x), vae, loss)
-    for _ in range(4):  # of which some are analysed
+    for _ in range(4):  # some of these steps are analyzed
         step()
     with no_waiting(case.device):
         step()

@@ -16,7 +16,7 @@ def peak(make: Callable[[], Callable[[], Any]], device: str, warmup: int = 3) ->
     On the CPU every block is counted that PyTorch's allocator hands out and takes back, buffers
     within operators as well; Python's own objects are not.
 
-    :param int warmup: how many steps come before, in which programs are looked at.
+    :param int warmup: how many steps come before, in which programs are analyzed.
     """
     if device != "cpu":
         before = torch.cuda.memory_allocated()

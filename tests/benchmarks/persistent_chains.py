@@ -4,8 +4,8 @@
 
 The VAE of the quickstart on scikit-learn's digits, trained on the ends of chains of HMC (two
 leapfrog steps) that move each image's code towards its posterior under the decoder of the moment,
-from where they were an epoch before. The encoder follows their draws. Judged on held-out images as
-the quickstart judges, and by annealed chains.
+from where they were an epoch before. The encoder follows their draws. Evaluated on held-out images
+like the quickstart, and by annealed chains.
 """
 
 import argparse

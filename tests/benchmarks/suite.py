@@ -39,7 +39,7 @@ from tests.benchmarks.vae import PIXELS, VAE
 
 Step = Callable[[], Any]
 # Steps of a compiled side that are not counted: it records and compiles, and compares often.
-_SETTLES = 20
+_WARMUP = 20
 _COMPILED = ("replay", "Inductor", "CUDA graphs")
 # Which quotients of times the table has.
 RATIOS = [
@@ -93,7 +93,7 @@ def cases(device: str, quick: bool = False, compiled: bool = False) -> Iterator[
     """
     Every objective at one size, and each size varied by itself.
 
-    :param compiled: also short steps, of which most is Python.
+    :param compiled: also short steps, which are mostly Python.
     """
     sizes = {"SGVB": (1,), "IWAE": (5, 10, 50), "SIS": (3, 5, 10), "AIS": (3, 5, 10)}
     for objective, several in sizes.items():
@@ -277,7 +277,7 @@ def run(
     pyro.clear_param_store()
     steps = {n: make() for n, make in made.items()}
     for name in steps.keys() & {*_COMPILED}:
-        for _ in range(_SETTLES):
+        for _ in range(_WARMUP):
             steps[name]()
     result = medians(steps, count, case.device, limit)
     ratios = {f"{a} / {b}": result[a] / result[b] for a, b in RATIOS if {a, b} <= result.keys()}

@@ -1,4 +1,4 @@
-"""Changes between steps are noticed; what cannot be recorded runs as ever, with one line."""
+"""Changes between steps are noticed; what cannot be recorded runs uncompiled, with one line."""
 
 import ctypes
 import logging

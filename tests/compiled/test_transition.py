@@ -1,4 +1,4 @@
-"""Judges replay the transitions of long schedules: the numbers of the plain ones."""
+"""Evaluators replay the transitions of long schedules: the numbers of the plain ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ def guide(x: Tensor) -> None:
         pyro.sample("z", dist.Normal(x / 2, 0.7))
 
 
-def judged(
+def evaluated(
     by: Callable[..., Any],
     model: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -40,7 +40,7 @@ def judged(
     guide: Any = guide,
     **options: Any,
 ) -> tuple[Any, int]:
-    """What a judge finds, and how many transitions were replayed."""
+    """What an evaluator finds, and how many transitions were replayed."""
     made: list[RecordedTransition] = []
 
     def make(*args: Any) -> RecordedTransition:
@@ -54,8 +54,8 @@ def judged(
     return result, sum(m._uses for m in made)
 
 
-evidence = partial(judged, partial(log_evidence, keep_log_weight=True))
-draws = partial(judged, partial(refine, num_samples=4, num_transitions=12), schedule=2)
+evidence = partial(evaluated, partial(log_evidence, keep_log_weight=True))
+draws = partial(evaluated, partial(refine, num_samples=4, num_transitions=12), schedule=2)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_is_not_seen_is_found_at_the_beginning_of_a_chain() -> None:
 
 
 def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
-    """Of 8 densities each, one after the other: those of short chains soon run as ever."""
+    """Of 8 densities each, one after the other: those of short chains soon run uncompiled."""
     recorded = []
     for steps in (70, 5):
         moves = RecordedTransition(HMC(0.3, num_leapfrog=1), ())

@@ -27,9 +27,9 @@ from tests.benchmarks.posteriors.models import POSTERIORS
 from tests.benchmarks.posteriors.numpyro_side import OTHERS, PROGRAMS, trained_by_numpyro
 from tests.benchmarks.posteriors.objectives import DEFAULT, objective
 from tests.benchmarks.posteriors.rows import EVIDENCE, Key, Row, Rows, figure, tables
-from tests.benchmarks.posteriors.trials import Settings, begin, continued, judged
+from tests.benchmarks.posteriors.trials import Settings, begin, continued, evaluated
 
-QUICK = Settings(elbo_steps=1500, steps=500, draws=100, judge_steps=100, judge_chains=100)
+QUICK = Settings(elbo_steps=1500, steps=500, draws=100, evaluation_steps=100, evaluation_chains=100)
 
 
 def commit() -> str:
@@ -52,7 +52,9 @@ def run(kind: type, key: Key, wanted: list[str], settings: Settings, rows: Rows)
         for each in wanted:
             bar.set_postfix_str(each)
             if each == EVIDENCE:
-                rows.add(Row(*key, each, *judged(POSTERIORS[name], model, guide, settings, seed)))
+                rows.add(
+                    Row(*key, each, *evaluated(POSTERIORS[name], model, guide, settings, seed))
+                )
             else:
                 loss = objective(each)
                 _, result = continued(model, guide, loss, settings, seed, lambda: bar.update())
@@ -87,11 +89,11 @@ def main() -> None:
     parser.add_argument("--elbo-steps", type=int, help="0: objectives begin at init_scale=0.1")
     parser.add_argument("--steps", type=int, help="of each objective, after the ELBO's")
     parser.add_argument("--draws", type=int, help="of each bound")
-    parser.add_argument("--judge-steps", type=int, help="annealing steps of the evidence's chains")
+    parser.add_argument("--evaluation-steps", type=int, help="annealing steps for the evidence")
     parser.add_argument("--most-seconds", type=float, help="of CPU for one trial: else too dear")
     parser.add_argument("--commit", default=commit(), help="whose rows are completed and printed")
     parser.add_argument("--backend", default="eager", help="of CompiledELBO; none: plain steps")
-    parser.add_argument("--quick", action="store_true", help="few steps, and a short judge")
+    parser.add_argument("--quick", action="store_true", help="few steps, and a short evaluation")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -100,7 +102,7 @@ def main() -> None:
         objective(name)  # a name that is none is refused at once
     settings = QUICK if args.quick else Settings()
     settings = replace(settings, backend=None if args.backend == "none" else args.backend)
-    names = ("elbo_steps", "steps", "draws", "judge_steps", "most_seconds")
+    names = ("elbo_steps", "steps", "draws", "evaluation_steps", "most_seconds")
     given = {n: getattr(args, n) for n in names}
     settings = replace(settings, **{k: v for k, v in given.items() if v is not None})
     rows = Rows(args.out)

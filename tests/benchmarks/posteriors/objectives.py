@@ -20,7 +20,7 @@ from pyro_mcvae import (
 
 DEFAULT = ["SGVB", *(f"IWAE-{k}" for k in (10, 100, 1000)), "SIS-ULA-10"]
 DEFAULT += [*(f"SIS-{k}" for k in (5, 10)), "SIS-10x8", "AIS-5", "AIS-10", "SIS-32"]
-# "SIS-ULA-10": a kernel of the papers, or as it was, in the place of the default.
+# "SIS-ULA-10": a kernel of the papers, or as it was, instead of the default.
 KERNELS: dict[str, Callable[[int], dict[str, Any]]] = {
     "SIS-ULA": lambda k: {"kernel": ULA(), "schedule": LinearSchedule(k)},
     "SIS-fixed": lambda k: {"kernel": UnderdampedLangevin(), "schedule": LinearSchedule(k)},

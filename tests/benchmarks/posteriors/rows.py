@@ -79,8 +79,8 @@ class Rows(GrowingFile[Row]):
             rows = [r for r in run if (r.model, r.guide) == (model, guide)]
             names = dict.fromkeys(r.objective for r in rows)
             means = {name: _mean([r for r in rows if r.objective == name]) for name in names}
-            if judge := self.evidence(model):
-                yield f"{model}, {guide}", {EVIDENCE: judge, **means}
+            if evidence := self.evidence(model):
+                yield f"{model}, {guide}", {EVIDENCE: evidence, **means}
 
 
 def _mean(rows: list[Row]) -> Row:
@@ -114,9 +114,9 @@ def _gap(row: Row, evidence: Row) -> str:
 def _table(result: Found, names: list[str], cell: Any) -> str:
     lines = [["posterior", "evidence", *names], ["---", *["---:"] * (len(names) + 1)]]
     for posterior, rows in result:
-        judge = rows[EVIDENCE]
-        cells = [cell(rows[n], judge) if n in rows else "" for n in names]
-        lines.append([posterior, f"{judge.bound:.2f} ± {judge.error:.2f}", *cells])
+        evidence = rows[EVIDENCE]
+        cells = [cell(rows[n], evidence) if n in rows else "" for n in names]
+        lines.append([posterior, f"{evidence.bound:.2f} ± {evidence.error:.2f}", *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -36,8 +36,8 @@ class Settings:
     learning_rate: float = 0.01
     draws: int = 200
     most_seconds: float = 200.0
-    judge_steps: int = 400
-    judge_chains: int = 200
+    evaluation_steps: int = 400
+    evaluation_chains: int = 200
     backend: str | None = "eager"
 
 
@@ -119,7 +119,7 @@ def continued(model: Any, guide: Any, loss: Any, settings: Settings, seed: int, 
     return guide, train(model, guide, loss, settings, settings.steps, progress)
 
 
-def judged(
+def evaluated(
     posterior: Posterior, model: Any, guide: Any, settings: Settings, seed: int
 ) -> tuple[float, float]:
     """
@@ -134,8 +134,8 @@ def judged(
     result = log_evidence(
         model,
         copy.deepcopy(guide),
-        num_particles=settings.judge_chains,
-        schedule=settings.judge_steps,
+        num_particles=settings.evaluation_chains,
+        schedule=settings.evaluation_steps,
         kernel=HMC(num_leapfrog=4, jitter=0.3),
         coordinates="whitened",
         joint=True,
