@@ -7,8 +7,8 @@ How often comparisons are right: coverage of two standard errors, and winners th
 Models whose evidence is known exactly, also with the parameters that training ended with. For each
 seed: whether the exact evidence of the evaluated data lies within two standard errors of the one
 that is printed (Monte Carlo's); whether the exact difference does, of losses that on 5,000 other
-data, whose error is over the data (data and training are drawn again with each seed); whether one winner
-was declared; and whether that was the wrong one (wrong, and sure of it).
+data, whose error is over the data (data and training are drawn again with each seed); whether
+one winner was declared; and whether that was the wrong one (wrong, and sure of it).
 """
 
 import argparse
