@@ -326,23 +326,23 @@ def figure(rows: list[Row], path: Path) -> None:
 
     found = best(rows)
     models = [m for m in MODELS if any(row.model == m for row in rows)]
-    drawn, axes = pyplot.subplots(1, len(models), figsize=(3.0 * len(models), 3), squeeze=False)
+    drawn, axes = pyplot.subplots(1, len(models), figsize=(3.0 * len(models), 3.2), squeeze=False)
     for panel, model in zip(axes[0], models, strict=True):
-        for i, method in enumerate(METHODS):
+        for method, color in zip(METHODS, pyplot.get_cmap("tab20").colors, strict=False):
             line = sorted(
                 (k, r.bound) for (m, n, k), r in found.items() if (m, n) == (model, method)
             )
             if line and method in WITHOUT_CHAIN:
-                panel.axhline(line[0][1], color=f"C{i}", linestyle="--", label=method)
+                panel.axhline(line[0][1], color=color, linestyle="--", label=method)
             elif line:
-                panel.plot(*zip(*line, strict=True), "o-", color=f"C{i}", label=method)
+                panel.plot(*zip(*line, strict=True), "o-", color=color, label=method)
         panel.set(xscale="log", xlim=(6, 160), title=model, xlabel="K")
         panel.set_xticks([8, 16, 32, 64, 128], map(str, [8, 16, 32, 64, 128]))
         panel.minorticks_off()
     axes[0][0].set_ylabel("bound, nats")
     shown = [panel.get_legend_handles_labels() for panel in axes[0]]
     legend = {label: handle for pair in shown for handle, label in zip(*pair, strict=True)}
-    drawn.tight_layout(rect=(0, 0.08, 1, 1))
+    drawn.tight_layout(rect=(0, 0.13, 1, 1))
     drawn.legend(legend.values(), legend, loc="lower center", ncols=8, fontsize=8)
     drawn.savefig(path, dpi=110)
 
