@@ -1,8 +1,9 @@
 """
-What the pages of the reference say before Sphinx has run: a line for each name, and its source.
+Tables of names for the pages of the reference, with the first sentence of each docstring.
 
-``python docs/api_tables.py`` writes the tables into ``docs/api``; a test holds them to the
-docstrings, and the built pages, which have all of the docstrings, leave them out.
+They make the pages readable in the repository, before Sphinx has run. ``python docs/api_tables.py``
+writes the tables into ``docs/api``, and a test compares them with the docstrings. The built pages
+have the whole docstrings instead.
 """
 
 import importlib
@@ -20,7 +21,7 @@ _BLOCK = re.compile(r"^```\{eval-rst\}\n.*?^```$", re.M | re.S)
 
 
 def summary(value: object) -> str:
-    """The first sentence of a docstring, without its citations, as Markdown."""
+    """Return the first sentence of a docstring, without its citations, as Markdown."""
     text = (inspect.getdoc(value) or "").split("\n\n")[0]
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?([^`]*)`", r"`\1`", text)
@@ -30,12 +31,12 @@ def summary(value: object) -> str:
 
 
 def without_tables(text: str) -> str:
-    """A page as Sphinx reads it."""
+    """Return a page as Sphinx reads it."""
     return _TABLE.sub("", text)
 
 
 def with_tables(text: str) -> str:
-    """A page with a table before each block of names."""
+    """Return a page with a table before each block of names."""
     module = "pyro_mcvae"
 
     def tabled(match: re.Match[str]) -> str:
@@ -61,7 +62,7 @@ def _line(module: str, name: str) -> str:
 
 def main() -> None:
     for path in sorted((HERE / "api").glob("*.md")):
-        if path.stem != "names":  # which Sphinx makes
+        if path.stem != "names":  # Sphinx makes this page
             text = path.read_text(encoding="utf-8")
             path.write_text(with_tables(text), encoding="utf-8")
 

@@ -95,7 +95,7 @@ class Site:
 
 @dataclass
 class Node:
-    """The sites of a plate, or of none, and the nodes inside of it, some of each turn of a loop."""
+    """The sites of a plate, or of none, and the nodes inside it, some of each turn of a loop."""
 
     plates: tuple[Plate, ...]
     sites: list[Site] = field(default_factory=list)
@@ -203,7 +203,7 @@ class Draws:
         return self._node((), [], self._choose.choice([1, 1, 2, 2, 3]))
 
     def forest(self) -> Node:
-        """With nothing outside of plates."""
+        """With nothing outside plates."""
         depth, number = self._choose.choice([1, 2, 3]), self._choose.choice([1, 1, 2])
         return Node((), [], [self._node((self._plate(()),), [], depth) for _ in range(number)])
 

@@ -248,33 +248,35 @@ def test_all_names_exist() -> None:
 
 
 def private_uses(package: Path) -> list[str]:
-    """Private names of this package that a room uses and does not define, one line each."""
+    """Private names of this package that a subpackage uses and does not define, one line each."""
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-    rooms: dict[str, dict[str, set[str]]] = {}
+    subpackages: dict[str, dict[str, set[str]]] = {}
     for path, text in texts.items():
-        room = rooms.setdefault(path.relative_to(package).parts[0], {"uses": set(), "own": set()})
+        subpackage = subpackages.setdefault(
+            path.relative_to(package).parts[0], {"uses": set(), "own": set()}
+        )
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                room["uses"].add(node.attr)
+                subpackage["uses"].add(node.attr)
             elif isinstance(node, ast.Attribute):
-                room["own"].add(node.attr)
+                subpackage["own"].add(node.attr)
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package.name):
-                room["uses"] |= {alias.name for alias in node.names}
+                subpackage["uses"] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                room["own"].add(node.name)
+                subpackage["own"].add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                room["own"].add(node.id)
-    own = {name for names in rooms.values() for name in names["own"]}
+                subpackage["own"].add(node.id)
+    own = {name for names in subpackages.values() for name in names["own"]}
     return [
-        f"{room} uses {name}"
-        for room, names in rooms.items()
+        f"{subpackage} uses {name}"
+        for subpackage, names in subpackages.items()
         for name in sorted(names["uses"] & own - names["own"])
         if name.startswith("_") and not name.endswith("__")
     ]
 
 
-# Hooks of a base class for its subclasses, which live in other rooms.
-HOOKS = {"comparisons uses _sampler"}
+# Hooks of a base class for its subclasses, which live in other subpackages.
+HOOKS = {"training uses _check_options"}
 # Of torch and Pyro.
 THEIRS = {
     *("_buffers", "_constraints", "_parameters", "_pyro_dims", "_schema", "_validate_args"),

@@ -60,7 +60,7 @@ def log_weight(model, guide, *args):
 
 
 def log_weights(exact, num_draws, guide=None):
-    """The same for many draws: a plate outside of the model's, or a loop for a sequential plate."""
+    """The same for many draws: a plate outside the model's, or a loop for a sequential plate."""
     guide = guide or exact.guide
     with torch.no_grad():
         if exact.max_plate_nesting == 0:

@@ -77,7 +77,7 @@ class Example:
     def log_weight(
         self, num_particles=3, vectorize=True, coordinates="noise", seed=0, sampler=None, **options
     ):
-        """With a sampler of one's own, what it has found out of the programs is kept."""
+        """With a sampler of a user, what it has found out of the programs is kept."""
         if sampler is None:
             sampler = self.sampler(num_particles, vectorize, **options)
         pyro.set_rng_seed(seed)

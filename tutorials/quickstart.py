@@ -161,7 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unknown objective {unknown[0]!r}; known are {', '.join(OBJECTIVES)}")
     args.objective = list(dict.fromkeys(names))  # Remove repetitions, and keep the order.
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: torch sees no GPU here; use --device cpu")
+        parser.error(f"--device {args.device}: no GPU is available; use --device cpu")
     return args
 
 

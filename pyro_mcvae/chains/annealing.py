@@ -1,9 +1,9 @@
 r"""
 Annealed chains and their importance weights, on tensors without Pyro.
 
-A chain starts at a draw :math:`z_0` from a base density and moves through
-:math:`\log \gamma_\beta = \log \text{base} + \beta \log w` towards
-:math:`\beta = 1`. Its log weight W has :math:`E[\exp W] = \int \gamma_1`, the evidence.
+A chain starts at a draw :math:`z_0` from a base density. It moves through the densities
+:math:`\log \gamma_\beta = \log \text{base} + \beta \log w` towards :math:`\beta = 1`. Its log
+weight W has :math:`E[\exp W] = \int \gamma_1`, the evidence.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Chain:
     :ivar start: the first state.
     :ivar state: the last state.
     :ivar infos: the :class:`.Info` of each transition.
-    :ivar to_go: for each transition the log weight to go, which is the part of W after it, shape
-        ``[*batch]``; empty for unadjusted kernels.
+    :ivar to_go: for each transition the part of W after it, shape ``[*batch]``; empty for
+        unadjusted kernels.
     :ivar weight: the weight of each chain in means, shape ``[*batch]``; None for equal weights.
     :ivar past: for each transition, the part of W before it, shape ``[*batch]``.
     :ivar movable: 1 where a coordinate may move, 0 where it is fixed; None if all may move.
@@ -79,10 +79,10 @@ class Chain:
     @property
     def mean_acceptance(self) -> Tensor:
         """
-        Return the scalar to which step sizes adapt: the mean acceptance of all transitions, or its
-        geometric mean for unadjusted kernels. Each unadjusted transition costs about -log
-        acceptance nats of the bound, so a few diverged chains matter, which an arithmetic mean
-        would not detect. Without diverged chains both means are about equal.
+        Return the mean acceptance of all transitions, to which step sizes adapt; for unadjusted
+        kernels it is the geometric mean. An unadjusted transition costs about -log acceptance nats
+        of the bound, so a few diverged chains matter. An arithmetic mean would not detect them.
+        Without diverged chains both means are about equal.
         """
         acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:
@@ -170,8 +170,7 @@ def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
 
 def _times(step: Tensor, log_weight: Tensor) -> Tensor:
     """
-    Return a coefficient times an increment. A learned schedule gets no gradient from states with
-    weight zero.
+    Return a coefficient times an increment, without a gradient to it at states with weight zero.
     """
     if not step.requires_grad:
         return step * log_weight
@@ -244,10 +243,10 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
         \frac{1}{P} \sum_{i=1}^P \sum_k (R_k^i - b_k^i)\, \nabla \log \Pr(a_k^i),
         \qquad b_k^i = \frac{1}{P - 1} \sum_{j \ne i} R_k^j,
 
-    where :math:`R_k` is the part of W after transition k (the part before does not depend on
-    :math:`a_k`), and the baseline is the mean over the other particles, per datum. For the
-    logarithm of the mean of :math:`\exp W` (``multi_sample``), the signal is that of VIMCO [1]: the
-    bound minus the bound with :math:`R_k^i` replaced by :math:`b_k^i`.
+    where :math:`R_k` is the part of W after transition k, because the part before it does not
+    depend on :math:`a_k`. The baseline is the mean over the other particles, per datum. The bound
+    with ``multi_sample`` is the logarithm of the mean of :math:`\exp W`. Its signal is that of
+    VIMCO [1]: the bound minus the bound with :math:`R_k^i` replaced by :math:`b_k^i`.
 
     :param Chain chain: a chain of an adjusted kernel, with P >= 2 particles in the first dimension.
     :param bool multi_sample: whether the bound averages inside the logarithm.

@@ -28,7 +28,9 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 
 class State(NamedTuple):
     r"""
-    The position of chains, and the values computed there. :class:`Kernel` has an example.
+    The position of chains, and the values computed there.
+
+    :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
@@ -148,6 +150,8 @@ def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
 
 class Proposal(NamedTuple):
     r"""
+    A proposed move, and the log ratio of its densities.
+
     :class:`Kernel` has an example.
 
     :ivar state: the proposed state.
@@ -207,8 +211,8 @@ class Kernel(nn.Module, ABC):
     :cvar bool needs_gradient: whether :meth:`propose` uses gradients of the target.
     :cvar float laziness: the fraction of moves that are always rejected, if adjusted.
     :cvar float initial_step_size: the default initial value of an adaptive step size.
-    :cvar float step_size_power: the power of the width of a density to which the step size is
-        proportional: 1 for lengths, 2 for the squared lengths of Langevin moves.
+    :cvar float step_size_power: the step size is proportional to this power of the width of a
+        density. It is 1 for lengths, and 2 for the squared lengths of Langevin moves.
     :cvar float target_acceptance: the acceptance to which the step size adapts by default.
 
     :param step_size: a number, a tensor of shape ``[D]``, or a
@@ -360,8 +364,8 @@ def leapfrog(
         z &\leftarrow z + \epsilon\, p \\
         p &\leftarrow p + \tfrac{\epsilon}{2} \nabla \log \gamma(z)
 
-    The change of the momentum is limited to 10 of its standard deviations per coordinate (as in
-    truncated MALA [1]), so that chains do not diverge where the density is very steep, as with an
+    The change of the momentum is limited to 10 of its standard deviations per coordinate, as in
+    truncated MALA [1]. So chains do not diverge where the density is very steep, as with an
     untrained guide. The map remains reversible and volume-preserving.
 
     :param State state: the first state, with gradients.
@@ -481,8 +485,8 @@ class ULA(_Langevin):
     .. math::
         z' = z + \eta \nabla \log \gamma(z) + \sqrt{2 \eta}\, u, \qquad u \sim N(0, I).
 
-    Its stationary density is not :math:`\gamma`. Use it with :class:`~pyro_mcvae.TraceSIS_ELBO`,
-    whose weights have the densities of the move and of the reverse move,
+    Its stationary density is not :math:`\gamma`. Use it with :class:`~pyro_mcvae.TraceSIS_ELBO`.
+    Its weights have the densities of the move and of the reverse move,
     :math:`m(z' \to z) = N(z;\, z' + \eta \nabla \log \gamma(z'),\, 2 \eta)`.
 
     :param step_size: :math:`\eta`; see :class:`Kernel`. Adapts to an acceptance of 0.9 by default.
@@ -589,7 +593,7 @@ class UnderdampedLangevin(Kernel):
     a chain moves further.
 
     ``full_mass`` learns an inverse mass matrix :math:`F F^\top` with the bound. It is the same for
-    all transitions and data: positions move by :math:`\epsilon F p`, and momenta by
+    all transitions and data. Positions move by :math:`\epsilon F p`, and momenta by
     :math:`\tfrac{\epsilon}{2} F^\top \nabla \log \gamma`. Chains can then follow correlations that
     the guide does not have. F has :math:`D^2` entries, and is initially the identity.
 
@@ -607,8 +611,8 @@ class UnderdampedLangevin(Kernel):
     :param step_size: :math:`\epsilon`; see :class:`Kernel`. By default it adapts to an acceptance
         of 0.9. For a trained model 0.8 is often tighter:
         ``AdaptiveStepSize(target_acceptance=0.8)``.
-    :param momentum: :math:`\mu`, a number of at least 0 and less than 1, a
-        :class:`LearnedMomentum`, or a module that maps the number of a transition to a tensor.
+    :param momentum: :math:`\mu`, a number of at least 0 and less than 1, or a
+        :class:`LearnedMomentum`. Another module maps the number of a transition to a tensor.
     :param bool full_mass: whether to learn a mass matrix.
     :param reverse: a :class:`ScoreNetwork`, or a module that maps positions, refreshed momenta
         and the number of a transition to :math:`s_k`, shape ``[*batch, D]``.
@@ -686,7 +690,7 @@ class UnderdampedLangevin(Kernel):
         :param bool full_mass: whether to learn a mass matrix.
         :param reverse: a :class:`ScoreNetwork` with the same number of transitions.
         """
-        step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
+        step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup=warmup)
         # The first transition draws its momentum, so a single transition would not use a parameter.
         learned = num_transitions > 1
         return cls(

@@ -307,6 +307,7 @@ class AdaptiveStepSize(StepSize):
     def __init__(
         self,
         initial: float | None = None,
+        *,
         target_acceptance: float | None = None,
         per_coordinate: bool | None = None,
         rate: float = 0.1,
@@ -333,6 +334,7 @@ class AdaptiveStepSize(StepSize):
         self.register_buffer("base", start.clone())
         self.register_buffer("begun", torch.tensor(False))
         self.power, self.most = 1.0, math.inf
+        self._defaults: tuple[float, ...] | None = None
         self._new = True
 
     def use_coordinates(self, coordinates: str) -> None:
@@ -363,7 +365,15 @@ class AdaptiveStepSize(StepSize):
         :param float power: the power of the width of a density to which the step size is
             proportional.
         :param float most: the largest step size that is stable under a standard normal density.
+        :raises ValueError: if a kernel with other defaults has the step size.
         """
+        defaults = initial, target_acceptance, power, most
+        if self._defaults not in (None, defaults):
+            raise ValueError(
+                "the step size has the defaults of another kernel, which differ from those of this "
+                "kernel: make a step size for each"
+            )
+        self._defaults = defaults
         self.power = power
         if not self._bounded:
             self.most = most
@@ -471,7 +481,7 @@ class LearnedStepSize(StepSize):
     :param int num_transitions: one value for each transition, the ``num_steps`` of the
         objective; None for one value for all.
     :param int warmup: training steps for which an :class:`AdaptiveStepSize` adapts.
-    :raises ValueError: if a value is not positive and finite, or its shape another one.
+    :raises ValueError: if a value is not positive and finite, or has another shape.
 
     Values stay between 1e-6 and 1e3.
 
@@ -490,6 +500,7 @@ class LearnedStepSize(StepSize):
         self,
         initial: float | Tensor | AdaptiveStepSize,
         num_transitions: int | None = None,
+        *,
         warmup: int = 200,
     ) -> None:
         super().__init__()
@@ -530,7 +541,7 @@ class LearnedStepSize(StepSize):
 
 
 def _clipped(log: Tensor, least: float, most: float) -> Tensor:
-    """Within bounds, with a gradient beyond them too, which leads back."""
+    """Limit a logarithm to bounds, with a gradient outside them that leads back."""
     return log + (log.clamp(math.log(least), math.log(most)) - log).detach()
 
 

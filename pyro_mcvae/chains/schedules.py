@@ -81,7 +81,7 @@ class LinearSchedule(Schedule):
 
 class FixedSchedule(Schedule):
     """
-    Given inverse temperatures.
+    A schedule of given inverse temperatures.
 
     :param ~torch.Tensor betas: increasing from 0 to 1, shape ``[K + 1]``.
     :raises ValueError: if they do not increase from 0 to 1.
@@ -128,7 +128,7 @@ class SigmoidSchedule(Schedule):
         tensor([0.0000, 0.1050, 0.5000, 0.8950, 1.0000], grad_fn=<CatBackward0>)
     """
 
-    def __init__(self, num_steps: int, slope: float = 1.0, learn: bool = True) -> None:
+    def __init__(self, num_steps: int, *, slope: float = 1.0, learn: bool = True) -> None:
         super().__init__(num_steps)
         if not slope > 0:
             raise ValueError(f"slope must be positive, got {slope!r}")
@@ -175,7 +175,7 @@ def check_betas(betas: Tensor) -> None:
     """Raise a ValueError unless the values increase from 0 to 1."""
     values = [float(b) for b in betas.detach().flatten()]
     increasing = all(a < b for a, b in pairwise(values))
-    # A sum of increments ends at 1 but for rounding.
+    # A sum of increments ends at 1 only up to rounding.
     ends = betas.dim() == 1 and len(values) > 1 and values[0] == 0 and abs(values[-1] - 1) < 1e-5
     if not (ends and increasing):
         raise ValueError(
@@ -190,8 +190,8 @@ def as_schedule(
     default: Callable[[int], Schedule] = LinearSchedule,
 ) -> Schedule:
     """
-    Convert to a schedule: a tensor of inverse temperatures, a number of linear steps, or None for
-    the default schedule of ``num_steps`` steps (5 if that is None too).
+    Convert a tensor of inverse temperatures, or a number of linear steps, to a schedule. None
+    becomes the default schedule of ``num_steps`` steps (5 if that is None too).
 
     :raises ValueError: unless it increases from 0 to 1, in ``num_steps`` steps if that is given.
     """

@@ -30,8 +30,8 @@ class SizedByChain(nn.Module, ABC):
 
         Call it before an optimizer or a wrapper such as ``DistributedDataParallel`` collects them.
 
-        :param ~torch.Tensor position: of the device and the dtype of a chain, shape
-            ``[*batch, D]``.
+        :param ~torch.Tensor position: a tensor of shape ``[*batch, D]``, with the device and the
+            dtype of a chain.
         :raises ValueError: if the parameters exist for another number of coordinates, as for
             sequences of another length.
         """
@@ -63,7 +63,7 @@ class ScoreNetwork(SizedByChain):
     r"""
     A learned drift :math:`s_k(z, \tilde p)` of the reversed refreshments of a chain [1, 2].
 
-    Pass it as ``reverse`` to :class:`UnderdampedLangevin`, which has the density.
+    Pass it as ``reverse`` to :class:`UnderdampedLangevin`, whose docstring has the density.
 
     .. math::
         s_k(z, \tilde p) = W_3\, \sigma\big(W_2\, \sigma(W_1 [z, \tilde p] + a_k) + b_2\big) + b_3,
@@ -94,14 +94,14 @@ class ScoreNetwork(SizedByChain):
 
     _sized = "drift.bias"
 
-    def __init__(self, num_transitions: int | None = None, width: int = 64) -> None:
+    def __init__(self, num_transitions: int | None = None, *, width: int = 64) -> None:
         super().__init__()
         self.num_transitions, self.width = num_transitions, check_count("width", width)
         self.time = nn.Parameter(begin_with(torch.zeros(width), num_transitions))
 
     def _create(self, dim: int) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # all ranks begin alike
+            torch.default_generator.manual_seed(0)  # all ranks begin with the same weights
             self.inputs = nn.Linear(2 * dim, self.width, device="cpu")
             self.hidden = nn.Linear(self.width, self.width, device="cpu")
             self.drift = nn.Linear(self.width, dim, device="cpu")

@@ -58,7 +58,7 @@ def angle_errors(run: Run) -> list[str]:
     """
     model = run.model_trace.nodes
     sites = {t.key.name: t.site for t in run.terms if t.in_guide}
-    # Point masses are computed from draws by an AutoGuide, or else have no density.
+    # An AutoGuide computes point masses from draws. Other point masses have no density.
     drawn = any(is_random(site) and name not in model for name, site in sites.items())
     messages = []
     for name, site in sites.items():
@@ -126,12 +126,11 @@ def check_flows(run: Run) -> None:
     r"""
     Reject flows whose log determinant in Pyro does not match their map.
 
-    The map of ``Sylvester`` is :math:`y = x + \tanh(x S Q^\top + b) Q R`, but Pyro's log
-    determinant is that of a map with :math:`Q R^\top` and :math:`S^\top Q^\top` instead (van den
-    Berg et al. 2018). With standard normal weights in five dims they differ by up to one nat. With
-    larger weights, where the map is no longer invertible, they differ by up to five nats.
-    ``BatchNorm`` in training mode draws with its moving variance, but uses that of the batch in the
-    density.
+    The map of ``Sylvester`` is :math:`y = x + \tanh(x S Q^\top + b) Q R`. Pyro's log determinant is
+    that of a map with :math:`Q R^\top` and :math:`S^\top Q^\top` (van den Berg et al. 2018). With
+    standard normal weights in five dims they differ by up to one nat. With larger weights, where
+    the map is no longer invertible, they differ by up to five nats. ``BatchNorm`` in training mode
+    draws with its moving variance, but uses that of the batch in the density.
 
     :raises ValueError: naming the site.
     """

@@ -73,8 +73,9 @@ def count_masked(programs: Programs, run: Run, second: Run) -> Programs:
     Some entries have a density under the guide and none under the model: padded entries of an
     AutoGuide, or the observed entries of ``x_unobserved``. Then the weight's expectation is
     infinite, :math:`\int p(x, z)\, q(u) / q(u)\, du\, dz`. If no counted factor depends on
-    :math:`u`, including its prior does not change the evidence,
-    :math:`\int p(x, z)\, p(u \mid z)\, du\, dz = p(x)`, and the weight's expectation equals it.
+    :math:`u`, its prior does not change the evidence,
+    :math:`\int p(x, z)\, p(u \mid z)\, du\, dz = p(x)`. With the prior, the weight's expectation is
+    the evidence.
 
     :param run: an execution of both programs.
     :param second: another execution on the same minibatch, at independent draws.
@@ -112,7 +113,7 @@ def without_prior(programs: Programs, run: Run) -> frozenset[str]:
             replace(run, guide_trace=g, model_trace=m, terms=terms_of(g, m, run.state_dim))
             for g, m in (run_pair(programs, substitutes, leading) for _ in range(2))
         )
-        removed = _masked_latents(first)  # on another minibatch it may be others
+        removed = _masked_latents(first)  # another minibatch may have others
         return frozenset(
             name
             for name in names

@@ -202,7 +202,7 @@ class LeadingRun:
     :ivar shared: the guide's and the model's sites that all particles share.
     :ivar mode: how the particles are vectorized.
     :ivar name: the contents of the leading dims.
-    :ivar ran: whether ``run`` was vectorized in the same way, so that the programs can be.
+    :ivar ran: whether ``run`` was vectorized in the same way, so this vectorization is possible.
     :ivar mixes: whether batch normalization may treat all particles as one batch.
     """
 
@@ -441,7 +441,7 @@ class LeadingRun:
         Check that each particle has the statistics of its own batch.
 
         :param values: the latents of one particle.
-        :param together: the normalized tensors of the batched run.
+        :param batched: the normalized tensors of the batched run.
         """
         with probing(self.programs), ReadRecorder() as recorder:
             self._single(values)
@@ -514,7 +514,7 @@ def _host_state() -> list[object]:
 
 def check_states(programs: Programs, run: Run) -> None:
     """
-    Check that a model's densities are the same with all values of enumerated sites as with one.
+    Check that a model has the same densities with all values of enumerated sites as with one.
 
     The first and the last value of each enumerated site are compared.
 
@@ -590,9 +590,9 @@ def _state(value: Tensor, at: int, nesting: int) -> Tensor:
 def _state_mismatch(key: FactorKey, sums: str) -> RuntimeError:
     return RuntimeError(
         f"site '{key.name}' of the model has another log density with all values of the enumerated "
-        f"sites side by side than with one of them{sums}, so the program confuses two dims: index "
+        f"sites side by side than with one of them{sums}, so the program confuses two dims. Index "
         f"and reduce from the right, as in Vindex(means)[..., y] and softmax(-1), and do not use "
-        f"the shape of an enumerated value; or draw these sites in the guide"
+        f"the shape of an enumerated value. Or draw these sites in the guide"
     )
 
 
@@ -616,7 +616,7 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
     run = leading.run
     for count in sorted(run.outer_sizes & run.inner_sizes):
         leading.check_count(count)
-    # Without the number of particles, because the comparison uses another number.
+    # The key is without the number of particles, because the comparison uses another number.
     key = "compared", run.signature, run.sizes, leading.shared, leading.mode
 
     def compare() -> None:

@@ -139,7 +139,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _coarsest(graph: GraphModule) -> float:
-    metas = [node.meta.get("tensor_meta") for node in graph.graph.nodes]
+    metas = [node.meta.get("layout") for node in graph.graph.nodes]
     types = {m.dtype for m in metas if isinstance(getattr(m, "dtype", None), torch.dtype)}
     return max((torch.finfo(t).eps for t in types if t.is_floating_point), default=1e-16)
 
@@ -342,11 +342,11 @@ class Backend:
     def _compile(self, graph: GraphModule, example: list[Tensor], outlined: Outline | None) -> Run:
         from torch._inductor import config
 
-        run: Run
         plain = self.name == "inductor" and not self.options
         # With the random numbers of PyTorch's operations a compiled step draws those of the plain
-        # one. Measured, they cost no more than Inductor's.
-        with config.patch({"fallback_random": True}):
+        # one. Measured, they cost no more than Inductor's. Before PyTorch 2.13 the pass for
+        # locality changes the order of the draws.
+        with config.patch({"fallback_random": True, "reorder_for_locality": False}):
             if plain:
                 with in_one_file():
                     run = (
@@ -355,7 +355,13 @@ class Backend:
                         else _unboxed(_inductor(graph, example), contextlib.nullcontext())
                     )
             else:
-                run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
+                compiled = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
+
+                def run(*inputs: Tensor) -> list[Tensor]:
+                    # CUDA graphs write each step's results to the same memory, and the gradients
+                    # and weights of a step may be used after the next one.
+                    return [output.clone() for output in compiled(*inputs)]
+
             # torch.compile compiles in the first call.
             generators = Generators()
             outputs = run(*example)

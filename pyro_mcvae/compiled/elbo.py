@@ -16,7 +16,6 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
 from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, is_due, perturbed
-from pyro_mcvae.compiled.guards import NotRecordable
 from pyro_mcvae.compiled.recording import (
     Args,
     Call,
@@ -27,6 +26,7 @@ from pyro_mcvae.compiled.recording import (
     gradients_of,
     record,
 )
+from pyro_mcvae.compiled.tracer import NotRecordable
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.contract import LossModule
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 _PLAIN_STEPS = 2
 # The cost of a recording in steps, the seconds above which it is logged, and the longest wait. If a
 # recording served for fewer steps than its cost, the wait for the next one doubles.
-_COST, _LONG, _MAX_WAIT = 100, 20, 1024
+_COST, _LONG, _MAX_WAIT = 30, 20, 1024
 # If attempts are at least this many steps apart, the log names what changes.
 _OFTEN = 64
 # The number of stored recordings of one specialization, such as of training and evaluation mode.

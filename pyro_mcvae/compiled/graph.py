@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
-from pyro_mcvae.compiled.guards import NotRecordable
+from pyro_mcvae.compiled.tracer import Layout, NotRecordable
 
 _aten = torch.ops.aten
 
@@ -123,26 +123,30 @@ def returned_by(graph: Graph) -> tuple[Node, list[Any]]:
 # From a recording to a function -------------------------------------------------------------------
 
 
-def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[Update]]:
+def as_function(
+    graph: Graph, constants: list[Tensor]
+) -> tuple[GraphModule, list[Tensor], list[Update]]:
     """
-    Make the constants of a graph its first inputs, and its updates in place its last outputs.
+    Simplify a recorded graph, and make its updates in place its last outputs.
 
-    :returns: the graph ``(*constants, *inputs) -> (*outputs, *updates)``, the constants, and what
-        is updated of them. Its outputs share no memory, with each other or with inputs.
+    :param constants: the values of its first inputs.
+    :returns: the graph ``(*constants, *inputs) -> (*outputs, *updates)``, the constants that it
+        needs, and what is updated of them. Its outputs share no memory, with each other or with
+        inputs.
     :raises NotRecordable: if an input is written to.
     """
-    graph = recorded.graph
+    inputs = [n for n in graph.nodes if n.op == "placeholder"][: len(constants)]
     _out_of_place(graph)
-    _numbers_to_full(recorded)
+    _numbers_to_full(inputs, constants)
     _simplify(graph)
     _fold(graph)
     # In some versions PyTorch's pass removes unused draws, which would change all later draws.
     for node in reversed(list(graph.nodes)):
-        if not node.users and (_is_pure(node) or node.op == "get_attr"):
+        if not node.users and (_is_pure(node) or node in inputs):
             graph.erase_node(node)
-    constants = _constants_to_inputs(recorded)
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    updates = _extract_updates(graph, inputs[: len(constants)])
+    needed = set(graph.nodes)
+    constants = [c for c, node in zip(constants, inputs, strict=True) if node in needed]
+    updates = _extract_updates(graph, [node for node in inputs if node in needed])
     _merge_equal(graph)
     _owned_outputs(graph)
     return GraphModule(torch.nn.Module(), graph), constants, updates
@@ -175,8 +179,8 @@ def _simplify(graph: Graph) -> None:
     """
     owners, fixed = _memory_owners(graph.nodes), set(_constant_nodes(graph))
     for node in graph.nodes:
-        meta, source = node.meta.get("tensor_meta"), node.args[0] if node.args else None
-        if node.target in _FILLED and meta is not None and node.meta.get("device") is not None:
+        meta, source = node.meta.get("layout"), node.args[0] if node.args else None
+        if node.target in _FILLED and meta is not None:
             value = _FILLED[node.target]
             _fill(node, node.args[value][0] if isinstance(value, slice) else value)
             continue
@@ -198,20 +202,18 @@ def _out_of_place(graph: Graph) -> None:
         source, name = node.args[0] if node.args else None, getattr(node.target, "_opname", "")
         if not (name.endswith("_") and isinstance(source, Node) and _is_pure(source)):
             continue
-        kinds = [getattr(n.meta.get("tensor_meta"), "dtype", None) for n in node.all_input_nodes]
+        kinds = [getattr(n.meta.get("layout"), "dtype", None) for n in node.all_input_nodes]
         alone = list(source.users) == [node] and viewed_by(source) is None and not is_draw(node)
         new = getattr(getattr(_aten, name[:-1], None), node.target._overloadname, None)
         if alone and new is not None and None not in kinds and len(set(kinds)) == 1:
             node.target = new
 
 
-def _numbers_to_full(recorded: GraphModule) -> None:
+def _numbers_to_full(inputs: list[Node], constants: list[Tensor]) -> None:
     """
     Fill tensors that Python created from one number, as the model of a chain does per transition.
     """
-    graph = recorded.graph
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        tensor = operator.attrgetter(str(node.target))(recorded)
+    for node, tensor in zip(inputs, constants, strict=True):
         if tensor.dim() == 0 and all(u.target in _COPIED_NUMBERS for u in node.users):
             for user in list(node.users):
                 _fill(user, tensor.item())
@@ -219,9 +221,9 @@ def _numbers_to_full(recorded: GraphModule) -> None:
 
 def _fill(node: Node, value: Any) -> None:
     """Replace a contiguous node by a tensor that is filled with a number."""
-    meta, device = node.meta["tensor_meta"], node.meta.get("device")
-    if device is not None and meta.stride == torch.empty(meta.shape, device="meta").stride():
-        node.kwargs = {"dtype": meta.dtype, "device": device}
+    meta = node.meta["layout"]
+    if meta.stride == torch.empty(meta.shape, device="meta").stride():
+        node.kwargs = {"dtype": meta.dtype, "device": meta.device}
         node.target, node.args = _aten.full.default, ([*meta.shape], value)
 
 
@@ -249,7 +251,7 @@ def _fold(graph: Graph) -> None:
         set(_constant_nodes(graph)),
     )
     for node in list(graph.nodes):
-        meta = node.meta.get("tensor_meta")
+        meta = node.meta.get("layout")
         if node not in fixed or meta is None or not meta.dtype.is_floating_point:
             continue
         given = [numbers.get(a, a) if isinstance(a, Node) else a for a in node.args]
@@ -282,7 +284,7 @@ def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
 
 def _alike(node: Node, other: Node) -> bool:
     """Return whether two nodes have the same layout, without dims that share memory."""
-    return _layout(node) == _layout(other) is not None and 0 not in node.meta["tensor_meta"].stride
+    return _layout(node) == _layout(other) is not None and 0 not in node.meta["layout"].stride
 
 
 def _number(node: Node, args: list[Any]) -> float | None:
@@ -300,33 +302,14 @@ def _number(node: Node, args: list[Any]) -> float | None:
     if node.target == _aten.neg.default:
         return -float(args[0])
     if node.target in _BINARY and len(args) == 2:
-        dtype = node.meta["tensor_meta"].dtype
+        dtype = node.meta["layout"].dtype
         found: Any = node.target(*(torch.tensor(float(a), dtype=dtype) for a in args))
         return float(found.item())
     return _KNOWN.get((node.target, float(args[0])))
 
 
-def _layout(node: Node) -> tuple[object, ...] | None:
-    meta = node.meta.get("tensor_meta")
-    return None if meta is None else (meta.shape, meta.stride, meta.dtype)
-
-
-def _constants_to_inputs(recorded: GraphModule) -> list[Tensor]:
-    """Make the constant tensors of the graph its first inputs, one for each object."""
-    graph = recorded.graph
-    inputs: dict[int, Node] = {}
-    constants: list[Tensor] = []
-    last: Node | None = None
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        tensor = operator.attrgetter(str(node.target))(recorded)
-        if id(tensor) not in inputs:
-            # Insert at the start of the graph, because the first node itself may be erased.
-            with graph.inserting_after(last) if last else graph.inserting_before(None):
-                last = inputs[id(tensor)] = graph.placeholder(f"constant_{len(constants)}")
-            constants.append(tensor)
-        node.replace_all_uses_with(inputs[id(tensor)])
-        graph.erase_node(node)
-    return constants
+def _layout(node: Node) -> Layout | None:
+    return node.meta.get("layout")
 
 
 def _merge_equal(graph: Graph) -> None:
@@ -374,7 +357,7 @@ def _owned_outputs(graph: Graph) -> None:
 
 def _is_dense(node: Node) -> bool:
     """Return whether a tensor's memory has exactly one place for each entry."""
-    meta = node.meta.get("tensor_meta")
+    meta = node.meta.get("layout")
     if meta is None:
         return True  # a copy made here
     tensor = torch.empty_strided(meta.shape, meta.stride, device="meta")
@@ -438,7 +421,7 @@ def _is_sum(node: Node) -> bool:
     """Return whether a node adds two tensors of its own shape and type."""
     if node.target is not _aten.add.Tensor or node.kwargs:
         return False
-    metas = [a.meta.get("tensor_meta") if isinstance(a, Node) else None for a in (*node.args, node)]
+    metas = [a.meta.get("layout") if isinstance(a, Node) else None for a in (*node.args, node)]
     kinds: set[Any] = {None if m is None else (m.shape, m.dtype) for m in metas}
     return len(kinds) == 1 and None not in kinds
 
@@ -464,7 +447,8 @@ def _stacked(graph: Graph, layer: dict[tuple[int, int], Node]) -> Node:
     args: Any = first.args
     selected, (sizes, dim), at = first.target is _SELECTED, args[1:3], 0
     pieces: list[Any] = []
-    kind = {"dtype": first.meta["tensor_meta"].dtype, "device": first.meta["device"]}
+    meta = first.meta["layout"]
+    kind = {"dtype": meta.dtype, "device": meta.device}
     for begin, end in [*sorted(layer), (sizes[dim], sizes[dim])]:
         if begin > at:
             shape = [*sizes]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -15,121 +14,18 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pyro_mcvae.compiled.tracer import unrecorded, unsupported_op
 from pyro_mcvae.ops.slots import one_hot
 from pyro_mcvae.ops.tensors import add_guard
 from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
-from pyro_mcvae.programs.source_lines import is_library, program_line
+from pyro_mcvae.programs.source_lines import is_library
 from pyro_mcvae.programs.types import TorchFunction
 
 Function = Callable[..., object]
-_aten = torch.ops.aten
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-class NotRecordable(BaseException):
-    """
-    A step has an effect that a recording cannot repeat.
-
-    It is not an ``Exception``, because programs and their checks catch exceptions and continue.
-    The values read until then would be recorded as constants.
-    """
-
-
-def said_by(error: BaseException) -> str:
-    """Return an error in one line, with the line of the program that raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    lines = str(error).strip().splitlines() or [""]
-    at = f" at {program_line(trace.tb_frame)}" if trace is not None else ""
-    return f"{type(error).__name__}: {lines[0]}{at}"
-
-
-def _unsupported_op(why: str) -> NoReturn:
-    raise NotRecordable(f"{why} at {program_line()}")
-
-
-# Recording ----------------------------------------------------------------------------------------
-
-
-def trace(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> GraphModule:
-    """
-    Call a function, and record the operations that it computes.
-
-    :returns: their graph, whose nodes have ``tensor_meta`` and a ``device``.
-    """
-
-    def watched(*inputs: Tensor) -> list[Tensor]:
-        with _HostReads():
-            return function(*inputs)
-
-    with _described_by_devices():
-        graph = proxy_tensor.make_fx(watched)(*inputs)
-    for node in graph.graph.nodes:
-        node.meta["device"] = node.meta.pop("val", None)
-    return graph
-
-
-@contextmanager
-def _described_by_devices() -> Iterator[None]:
-    # PyTorch also creates a fake tensor for each result, which takes half of the recording time.
-    describe = proxy_tensor.extract_val
-    proxy_tensor.extract_val = lambda value, *_, **__: getattr(value, "device", None)
-    try:
-        yield
-    finally:
-        proxy_tensor.extract_val = describe
-
-
-class _HostReads(TorchDispatchMode):
-    """
-    Detects values that the host reads, in any function: ``torch.full(shape, buffer)`` and
-    ``table[buffer]`` read the buffer, and the shape of ``torch.where(mask)`` depends on the mask.
-
-    Reading a computed value or shape raises an error. A stored tensor, such as a buffer, may be
-    read; every replay checks that it has not changed.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if proxy_tensor.get_proxy_mode() is None:
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            _unsupported_op(
-                f"draws from a generator of its own ({name}), which comparisons would turn on,"
-            )
-        if torch.Tag.dynamic_output_shape in func.tags and not _picks_by_numbers(func, args):
-            _unsupported_op(f"has a shape that depends on values ({name})")
-        if torch.Tag.data_dependent_output not in func.tags:
-            return func(*args, **kwargs)
-        try:
-            value = func(*args, **kwargs)
-        except RuntimeError:
-            _unsupported_op("reads a tensor's value")
-        if func is not _aten._local_scalar_dense.default or value != value:
-            _unsupported_op("reads a tensor's value")
-        add_guard(torch.eq(args[0], value))
-        return value
-
-
-def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
-    if func is not _aten.index.Tensor:
-        return False
-    return not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
 # Numbers that a loss reads from tensors -----------------------------------------------------------
@@ -148,7 +44,7 @@ class Reading(float):
     @classmethod
     def of(cls, tensor: Tensor) -> Reading:
         """Read a tensor."""
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+        with torch._C.DisableTorchFunction(), unrecorded():
             reading = cls(tensor.detach().item())
         # A Python number has double precision.
         reading.tensor = tensor.detach().double() if tensor.dtype.is_floating_point else tensor
@@ -169,7 +65,7 @@ class Reading(float):
 
 
 def _decides(*_: object) -> NoReturn:
-    _unsupported_op("decides by a tensor's value")
+    unsupported_op("decides by a tensor's value")
 
 
 def _arithmetic(name: str) -> Function:
@@ -243,7 +139,7 @@ class ReadingMode(TorchFunctionMode):
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
         if func in _UNRECORDED or (func in _SPLITS and isinstance(args[1], Tensor)):
-            _unsupported_op(f"reads a tensor's value (.{func.__name__})")
+            unsupported_op(f"reads a tensor's value (.{func.__name__})")
         if any(isinstance(a, Reading) for a in args):
             args = tree_map_only(Reading, lambda reading: reading.tensor, args)
         return self._with_numbers(func, args, kwargs) if self._numbers else func(*args, **kwargs)
@@ -287,7 +183,7 @@ def _fixed(value: Tensor) -> Any:
 
     Decisions of the program itself raise an error, because they may differ in the next step.
     """
-    with disable_proxy_modes_tracing():
+    with unrecorded():
         number = value.item()
     add_guard(value if number is True else value == number)
     return number
@@ -316,6 +212,6 @@ def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     Every replay checks that there are none. Otherwise the plain step runs and raises the error.
     """
     if num_classes < 0:
-        _unsupported_op("has a shape that depends on values (one_hot without num_classes)")
+        unsupported_op("has a shape that depends on values (one_hot without num_classes)")
     add_guard(((input >= 0) & (input < num_classes)).all())
     return one_hot(input, num_classes).long()

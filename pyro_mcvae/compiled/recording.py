@@ -19,12 +19,12 @@ from pyro.distributions.util import is_validation_enabled
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
-from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
+from pyro_mcvae.compiled.guards import ReadingMode
+from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trace
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.outside_values import (
@@ -185,12 +185,6 @@ def gradients_of(
             leaf._backward_hooks = hooks
 
 
-def _is_recorded(tensor: Tensor) -> bool:
-    """Return whether a tensor is computed by the step that is being recorded."""
-    mode = get_proxy_mode()
-    return mode is not None and has_proxy_slot(tensor, mode.tracer)
-
-
 def _leaves_of(loss: Tensor) -> list[Tensor]:
     """Return the parameters behind a loss, in the order of their discovery."""
     waiting, seen, leaves = [loss.grad_fn], set(), []
@@ -200,7 +194,7 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and not _is_recorded(variable):
+        if variable is not None and not is_recorded(variable):
             leaves.append(variable)
         waiting += [following for following, _ in node.next_functions]
     return leaves
@@ -236,8 +230,8 @@ def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
     is_record = dataclasses.is_dataclass(value)
     names = [f.name for f in dataclasses.fields(value) if f.init] if is_record else []
     leaves, spec = tree_flatten([getattr(value, n) for n in names] if is_record else value)
-    tensors = [t for t in leaves if isinstance(t, Tensor) and _is_recorded(t)]
-    parts = [_TENSOR if isinstance(t, Tensor) and _is_recorded(t) else t for t in leaves]
+    tensors = [t for t in leaves if isinstance(t, Tensor) and is_recorded(t)]
+    parts = [_TENSOR if isinstance(t, Tensor) and is_recorded(t) else t for t in leaves]
     kind = type(value)
 
     def rebuild(new: list[Tensor]) -> object:
@@ -575,7 +569,7 @@ def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording,
                 "a parameter has a hook on its gradient: use (model, guide) modules"
             )
         dependencies = around.check(step.slots)
-        graph, constants, updates = as_function(traced)
+        graph, constants, updates = as_function(*traced)
         recording = Recording(
             graph=graph,
             constants=constants,

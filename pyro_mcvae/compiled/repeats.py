@@ -34,6 +34,7 @@ from pyro_mcvae.compiled.graph import (
     returned_by,
     viewed_by,
 )
+from pyro_mcvae.compiled.tracer import Layout
 from pyro_mcvae.ops.tensors import Generators
 
 _aten = torch.ops.aten
@@ -69,7 +70,7 @@ class _Layouts(Interpreter):
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor):
-            n.meta["layout"] = (value.shape, value.stride(), value.dtype, value.device)
+            n.meta["layout"] = Layout.of(value)
         return value
 
 

@@ -18,8 +18,9 @@ from torch.fx import GraphModule
 from pyro_mcvae.chains.kernels import Info, Kernel, State, Target
 from pyro_mcvae.compiled.backends import is_due, quick, same_bits
 from pyro_mcvae.compiled.graph import as_function, fresh, split_off
-from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, trace
+from pyro_mcvae.compiled.guards import ReadingMode
 from pyro_mcvae.compiled.recording import NotUsable, Surroundings
+from pyro_mcvae.compiled.tracer import NotRecordable, trace
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
@@ -229,7 +230,7 @@ class RecordedTransition:
             return tensors
 
         with around:
-            graph, constants, updates = as_function(trace(function, inputs))
+            graph, constants, updates = as_function(*trace(function, inputs))
             around.check([])
         if updates:
             raise NotRecordable("it updates tensors in place")

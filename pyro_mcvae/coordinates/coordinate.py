@@ -105,7 +105,7 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
     """
     Return a reparameterized draw, with exact logarithms if it may lie near a boundary.
 
-    One draw of ``Gamma(0.05, 1)`` in 80 is below the least number of single precision, and one of
+    In single precision one draw of ``Gamma(0.05, 1)`` in 80 is below the least number. One draw of
     ``Beta(0.05, 0.05)`` in 5 is rounded to 1. PyTorch clamps them, which changes their density.
     Logarithms of Gamma draws in double precision have moderate size. Draws of Beta, Dirichlet and
     their transforms are computed from them. Call it within
@@ -165,7 +165,7 @@ _DRAWS: dict[str, Callable[[Any], Tensor]] = {
 
 # Coordinates of a guide's draws, for chains, searches and sums.
 
-Coordinates = Literal["noise", "latent", "resting"]
+Coordinates = Literal["noise", "latent", "fixed"]
 
 
 class Coordinate(ABC):
@@ -217,8 +217,8 @@ class Coordinate(ABC):
         r"""
         Return :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, or None.
 
-        If the determinant does not depend on the noise, this density of the site is cheaper than
-        the distribution's ``log_prob``, and does not need the value. It is None otherwise, and for
+        If the determinant does not depend on the noise, this density is cheaper than the
+        distribution's ``log_prob``, and does not need the value. It is None otherwise, and for
         distributions with a mask.
         """
         return None
@@ -399,13 +399,13 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
     Return the coordinate of a guide site's draws.
 
     :param fn: the site's distribution.
-    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values; or, for draws that are not
-        moved, ``"resting"``: noise, or else the values themselves.
-    :raises NotImplementedError: if it has none.
+    :param coordinates: ``"noise"``; ``"latent"`` for unconstrained values; or, for draws that are
+        not moved, ``"fixed"``: noise if it is explicit, and otherwise the values themselves.
+    :raises NotImplementedError: if the site has no such coordinate.
     """
     if known_support(fn).is_discrete:
         return DiscreteCoordinate(fn)
-    noise = noise_of(fn) if coordinates in ("noise", "resting") else None
+    noise = noise_of(fn) if coordinates in ("noise", "fixed") else None
     return _without_noise(fn, coordinates) if noise is None else NoiseCoordinate(fn, noise)
 
 
@@ -413,7 +413,7 @@ def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
     if is_straight_through(fn):
         # Their density is that of the unrounded values, but the model receives only 0 and 1.
         raise NotImplementedError("it rounds its draws")
-    if coordinates == "resting":
+    if coordinates == "fixed":
         return ValueCoordinate(fn)
     return CircularCoordinate(fn) if is_circular(fn) else UnconstrainedCoordinate(fn)
 

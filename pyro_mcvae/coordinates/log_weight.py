@@ -47,8 +47,8 @@ class GradientMode(enum.Flag):
 
     * ``NONE``: none; graphs are kept if gradients are enabled in the caller.
     * ``COORDINATES``: at each evaluation, with respect to the coordinates, for kernels.
-    * ``FIRST``: the first draw keeps its graph, with latents detached from the guide, so that guide
-      and model get separate gradients; later evaluations keep no graph.
+    * ``FIRST``: the first draw keeps its graph, and later evaluations keep none. Latents are
+      detached from the guide, so that guide and model get separate gradients.
     * ``CHAIN``: every evaluation keeps its graph, back to the first draw.
     """
 
@@ -56,11 +56,6 @@ class GradientMode(enum.Flag):
     COORDINATES = 1
     FIRST = 2
     CHAIN = 4
-
-    @classmethod
-    def of_kernel(cls, needs_gradient: bool) -> GradientMode:
-        """Return the mode for a kernel whose chain is not differentiated."""
-        return cls.COORDINATES if needs_gradient else cls.NONE
 
     @property
     def keeps_graph(self) -> bool:
@@ -130,7 +125,7 @@ def coordinate_gradient(
     """
     Return the gradient of a value per datum in the coordinates: ``[*leading, *plates, D]``.
 
-    It moves chains. At the kinks of programs that ran with widths it is smoothed.
+    This gradient moves chains. At the kinks of programs that ran with widths it is smoothed.
 
     :param value: shape ``[*leading, *plates]``.
     :param bool create_graph: whether it can be differentiated again.
@@ -198,7 +193,7 @@ class LogWeight:
 
     It is created once per step. It draws the minibatch and the global latents, which are then
     fixed, and a first set of coordinates. A call evaluates model and guide at other coordinates,
-    with any leading dimensions, in one vectorized run (or in a loop if they cannot be vectorized).
+    with any leading dimensions. This is one vectorized run, or a loop if they cannot be vectorized.
     In ``"noise"`` coordinates
 
     .. math:: \log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(\epsilon)
@@ -208,13 +203,12 @@ class LogWeight:
 
     :param sampler: runs the programs.
     :param programs: model, guide and their arguments.
-    :param coordinates: ``"noise"``, ``"latent"`` or ``"resting"``; see
+    :param coordinates: ``"noise"``, ``"latent"`` or ``"fixed"``; see
         :func:`~pyro_mcvae.coordinates.coordinate.coordinate_of`.
-    :param GradientMode gradient: the gradients that are needed. With any of them,
-        :meth:`gradients` exist at the first coordinates; these have a gradient to the guide's
-        parameters if they depend on them. With ``FIRST`` the first local draws are detached in the
-        model, so that guide and model get separate gradients: :meth:`guide_elbo`,
-        :meth:`model_log_prob`.
+    :param GradientMode gradient: the gradients that are needed. With any of them, :meth:`gradients`
+        exist at the first coordinates. The coordinates have a gradient to the guide's parameters if
+        they depend on them. With ``FIRST`` the first local draws are detached in the model, so that
+        guide and model get separate gradients: :meth:`guide_elbo`, :meth:`model_log_prob`.
     :param WeightedParticles within: a step whose minibatch and global latents are reused.
     :param Beginning begin: the initial values of local sites, and their number of rows; by default
         draws of the guide. Its fixed discrete sites are not part of the vectors, but their density

@@ -28,7 +28,7 @@ class Noise(NamedTuple):
     :ivar event_shape: the shape of the standard variables of one batch element.
     :ivar transform: T, from the noise to the value.
     :ivar log_scale: returns the log derivative of T per standard variable, broadcastable to batch
-        and event; only if T acts elementwise and its derivative does not depend on the noise.
+        and event. None unless T acts elementwise and its derivative does not depend on the noise.
     :ivar inverse: T's inverse, from the value to the noise, if it exists.
 
     Example, the noise of a log-normal distribution, for :func:`register_noise`::
@@ -73,8 +73,8 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
 
     :param classes: the classes, with their subclasses, unless these override ``rsample``,
         ``log_prob``, ``__call__`` or ``has_rsample``.
-    :returns: a decorator for a function that maps a distribution to a :class:`Noise` (or a tuple of
-        its fields), or to None if it has no explicit noise.
+    :returns: a decorator for a function that maps a distribution to a :class:`Noise`, or a tuple of
+        its fields. The function returns None if there is no explicit noise.
 
     Example::
 
@@ -145,7 +145,7 @@ def _location_scale(fn: Distribution) -> Noise:
 
 @register_noise(*_pair("StudentT"))
 def _student_t(fn: Distribution) -> Noise | None:
-    # Strides of zero: one number, broadcast to the shape of loc.
+    # If all strides are zero, df is one number, broadcast to the shape of loc.
     if fn.df.requires_grad or any(fn.df.stride(d) for d in range(fn.df.dim()) if fn.df.size(d) > 1):
         return None  # the noise's density would depend on parameters, or on the datum
     standard = _standard(dist.StudentT, fn.loc, fn.df[(0,) * fn.df.dim()])
@@ -203,7 +203,7 @@ def _low_rank_normal(fn: Distribution) -> Noise:
 
 @register_noise(dist.ProjectedNormal)
 def _projected_normal(fn: Distribution) -> Noise:
-    # As many variables as entries of the value, which has one degree of freedom less.
+    # One variable for each entry of the value, which has one degree of freedom less.
     return Noise(
         StandardNormal(fn.concentration),
         fn.event_shape,

@@ -257,7 +257,7 @@ def placing_at(
     Return a sample function that gives the sites of a run their values at given coordinates.
 
     :param values: the coordinates by site, of any shape.
-    :param record: is filled with the coordinates of all sites.
+    :param record: receives the coordinates of all sites.
     :param fixed: returns the coordinates of fixed sites.
     """
 

@@ -186,8 +186,9 @@ def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
     """
     Return whether the gradient along moves v jumps anywhere on the segment.
 
-    The segment is bisected repeatedly, towards the half over which the gradient changes more. The
-    change of a smooth gradient is halved too, however stiff it is; a jump keeps its size.
+    The segment is bisected repeatedly, towards the half over which the gradient changes more. Each
+    bisection halves the change of a smooth gradient, even of a stiff one, while a jump keeps its
+    size.
     """
     origin, changes = log_weight.coordinates.detach(), list[Tensor]()
     low, high = (torch.full(origin.shape[:-1], t, dtype=origin.dtype) for t in (-1.0, 1.0))
@@ -208,7 +209,8 @@ def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
         high, last = torch.where(early, middle, high), torch.where(early, between, last)
         size = torch.maximum(size, between.abs())
         changes.append((last - first).abs())
-    # If the guide is the posterior, the gradient is only rounding, of the size of that of log q.
+    # If the guide is the posterior, the gradient is a rounding error, relative to the gradient of
+    # log q.
     position, eps = origin.clone().requires_grad_(), torch.finfo(origin.dtype).eps
     base = (_gradient(log_weight(position).log_base, position) * v).abs().sum(-1).mean()
     rounding = eps**0.35 * size + eps**0.75 * base

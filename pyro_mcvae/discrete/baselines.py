@@ -47,7 +47,7 @@ def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
         \sum_{z \in C} \bar b \nabla q(z)
             + \frac{q(\bar C)}{n} \sum_j b_j \nabla \log q(v_j)
 
-    has mean zero: each :math:`b_j` is independent of :math:`v_j`, so the second term's mean is
+    has mean zero. Each :math:`b_j` is independent of :math:`v_j`, so the second term's mean is
     :math:`E[b] \nabla q(\bar C)`, and q sums to one.
 
     :param ~torch.Tensor cost: shape ``[S, *batch]``.
@@ -160,9 +160,9 @@ class IndependentDraw(Baseline):
 
 class LeaveOneOut(Baseline):
     r"""
-    The mean cost of the other draws is subtracted from the cost of each draw, and the mean cost of
-    all draws from the costs of the summed categories (see
-    :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`).
+    The mean cost of the other draws is subtracted from the cost of each draw. The mean cost of all
+    draws is subtracted from the costs of the summed categories. See
+    :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`.
 
     It needs ``num_samples >= 2``.
 
@@ -287,11 +287,11 @@ class RELAX(LearnedBaseline):
         \sum_s w_s \big\{ (f(z_s) - c(\tilde\sigma_s)) \nabla \log q(z_s)
             + \nabla c(\sigma_s) - \nabla c(\tilde\sigma_s) \big\}
 
-    has the mean of REINFORCE for every c and weights of slots. The reason is that, averaged over
-    the category, :math:`c(\tilde\sigma) \nabla \log q(z) + \nabla c(\tilde\sigma)` and
-    :math:`\nabla c(\sigma)` are both the gradient of :math:`E[c(\sigma)]`. The network and the
-    temperature :math:`\lambda` are trained to minimize the squared gradient with respect to the
-    logits. Exact sums have no control variate.
+    has the mean of REINFORCE for every c and weights of slots. Averaged over the category, both
+    :math:`c(\tilde\sigma) \nabla \log q(z) + \nabla c(\tilde\sigma)` and :math:`\nabla c(\sigma)`
+    are the gradient of :math:`E[c(\sigma)]`. The network and the temperature :math:`\lambda` are
+    trained to minimize the squared gradient with respect to the logits. Exact sums have no control
+    variate.
 
     :param torch.nn.Module network: ``network(relaxed, input)`` maps relaxed sites ``[S, *batch,
         K]`` to numbers ``[S, *batch]`` or ``[S, *batch, 1]``. The second input is the first
@@ -314,7 +314,9 @@ class RELAX(LearnedBaseline):
         >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=RELAX(Network()))
     """
 
-    def __init__(self, network: Callable[[Tensor, Any], Tensor], temperature: float = 0.5) -> None:
+    def __init__(
+        self, network: Callable[[Tensor, Any], Tensor], *, temperature: float = 0.5
+    ) -> None:
         super().__init__()
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
@@ -404,11 +406,12 @@ class REBAR(RELAX):
     def __init__(
         self,
         cost: Callable[[Tensor, Any], Tensor],
+        *,
         temperature: float = 0.5,
         scale: float = 1.0,
     ) -> None:
         # A lambda, because parameters of a submodule would be trained.
-        super().__init__(lambda relaxed, data: cost(relaxed, data), temperature)
+        super().__init__(lambda relaxed, data: cost(relaxed, data), temperature=temperature)
         self.scale = torch.nn.Parameter(torch.tensor(float(scale)))
 
     def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
@@ -424,8 +427,8 @@ class GumbelSoftmax(Baseline):
     ``entropy="exact"`` computes the entropy without the relaxation.
 
     :param float temperature: may be changed between steps, to anneal it.
-    :param bool hard: straight-through: the model gets one-hot values, with the gradient of the soft
-        values.
+    :param bool hard: straight-through: the model gets one-hot values, with the gradient of the
+        relaxed values.
     :raises ValueError: if the temperature is not positive.
 
     [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.
@@ -437,7 +440,7 @@ class GumbelSoftmax(Baseline):
 
     relaxed = True
 
-    def __init__(self, temperature: float = 0.5, hard: bool = True) -> None:
+    def __init__(self, temperature: float = 0.5, *, hard: bool = True) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         self.temperature = temperature

@@ -264,9 +264,9 @@ def check_num_slots(name: str, count: int) -> None:
     if count > _MAX_SLOTS:
         raise SlotError(
             f"guide site '{name}' would take {count} slots of each datum, because every slot of "
-            f"the sites before it has slots of this site: sum a sequence's sites exactly, under "
-            f"pyro.markov (num_categories=math.inf), or in the model (infer={{'enumerate': "
-            f"'parallel'}}), draw them in one vectorized plate, or sample some of them once by "
+            f"the sites before it has slots of this site. Sum the sites of a sequence exactly, "
+            f"under pyro.markov (num_categories=math.inf) or in the model (infer={{'enumerate': "
+            f"'parallel'}}). Or draw them in one vectorized plate, or sample some of them once by "
             f"infer={_SINGLE_DRAW}"
         )
 

@@ -120,7 +120,7 @@ class SlotMessenger(EnumMessenger):
         if upstream > 1:
             check_num_slots(msg["name"], upstream * len(slots))
         infer["enumerate"] = "parallel"
-        # At the program's request, for operators such as cat that do not broadcast.
+        # Programs may request it, for operators such as cat that do not broadcast.
         expand = self.expand or infer.get("expand")
         msg["fn"] = _StandIn(fn, (infer[SLOTS_KEY] if expand else slots).choice.value)
         super()._pyro_sample(msg)
@@ -230,7 +230,7 @@ class SlotRun:
 def slot_run_of(run: Run) -> SlotRun:
     """Return the costs and the weights of a run."""
     guide, model = run.guide_trace, run.model_trace
-    # The guide first: both traces share the sites' symbols of dims.
+    # The guide comes first, because both traces have the same symbols for the sites' dims.
     guide.symbolize_dims()
     scored, costs = {}, []
     for term in run.summands:

@@ -165,9 +165,9 @@ def _warn_global(term: Term, warn: Callable[[str], object]) -> None:
     if site_options.keys() & SLOT_OPTIONS:
         raise SlotError(
             f"guide site '{name}' is shared by all data, so it is drawn once a step, and "
-            f"infer['mcvae'] = {site_options} has no effect: remove it, sum the site with "
-            f"TraceRaoBlackwell_ELBO, in programs that run with several of its values at once, or, "
-            f"on the full data, weigh it with them by joint=True"
+            f"infer['mcvae'] = {site_options} has no effect. Remove it, or pass joint=True and the "
+            f"full data, or sum the site with TraceRaoBlackwell_ELBO, in programs that run with "
+            f"several of its values at once"
         )
     warn(
         f"guide site '{name}' is shared by all data, so it has no slots: it is drawn once a step, "

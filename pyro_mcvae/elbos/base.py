@@ -6,8 +6,8 @@ import inspect
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -65,12 +65,12 @@ class Bounds(NamedTuple):
     An objective's value before it is summed: ``total = shared + (scale * per_datum).sum()``.
 
     :ivar ~torch.Tensor per_datum: the bound on log p(x_n) of each datum of the minibatch, in nats,
-        not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
+        not scaled by N/B. Its shape is ``[*plates]``, or ``[elements]`` for programs with several
         separate plates.
     :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
     :ivar ~torch.Tensor shared: the scaled terms that belong to no single datum: log p - log q of
         the global latents, and factors outside the data's plates; a scalar.
-    :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
+    :ivar plates: the names of the plates of ``per_datum``, the leftmost dimension first.
 
     Example::
 
@@ -100,7 +100,9 @@ class Bounds(NamedTuple):
 @dataclass(slots=True)
 class Estimate:
     """
-    The value and gradient of one step. :class:`MonteCarloELBO` has an example.
+    The value and gradient of one step.
+
+    :class:`MonteCarloELBO` has an example.
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
@@ -119,6 +121,7 @@ class Estimate:
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+    _: KW_ONLY
     scored: bool = False
     averaged: bool = False
     overflow: str = "every site is finite: their sum overflows"
@@ -303,7 +306,7 @@ _AVERAGED = (
 )
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
-    "guide, inside the weights: the loss is not a bound on the log evidence, but on the logarithm "
+    "guide, inside the weights. The loss is not a bound on the log evidence, but on the logarithm "
     "of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It is a bound on the evidence "
     "when the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
     "beta-VAE; scaling the observations by 1 / beta instead gives a bound for every beta"
@@ -445,20 +448,6 @@ class ELBOOptions(TypedDict, total=False):
     jit_options: dict[str, object] | None
 
 
-def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> None:
-    """
-    Check the arguments that an objective passes to :class:`MonteCarloELBO`.
-
-    :raises TypeError: for arguments of other objectives, because they would have no effect.
-    """
-    for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
-        known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
-        raise TypeError(
-            f"{kind.__name__} does not accept the argument {name}={options[name]!r}: it takes "
-            f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"
-        )
-
-
 class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
@@ -475,9 +464,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         a loop: in the outermost batch dim, or under ``vmap``. Otherwise it loops and logs the
         reason. True raises an error instead of looping; False always loops.
     :param bool strict_enumeration_warning: raise an error for guide sites that are marked for
-        enumeration; False samples them. Sites of the model that are marked
-        ``infer={"enumerate": "parallel"}`` and are not in the guide are summed exactly:
-        log p(x, z) = log sum_y p(x, y, z).
+        enumeration; False samples them. If such a site is in the model but not in the guide, it is
+        summed exactly: log p(x, z) = log sum_y p(x, y, z).
     :param bool retain_graph: passed to ``backward``.
     :param bool ignore_jit_warnings: has no effect; accepted for compatibility with Pyro's losses.
     :param dict jit_options: has no effect; accepted for compatibility with Pyro's losses.
@@ -520,6 +508,22 @@ class MonteCarloELBO(FixedOptions, ELBO):
                 f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
             )
         return super().__new__(cls)
+
+    @classmethod
+    def _check_options(cls, options: Mapping[str, object], own: Collection[str] = ()) -> None:
+        """
+        Check the arguments that an objective passes to this class.
+
+        :param own: arguments of the objective that are not in its signature.
+        :raises TypeError: for arguments of other objectives, because they would have no effect.
+        """
+        theirs = ELBOOptions.__annotations__.keys()
+        for name in sorted(options.keys() - theirs):
+            known = sorted({*inspect.signature(cls).parameters, *own} - {"options", *theirs})
+            raise TypeError(
+                f"{cls.__name__} does not accept the argument {name}={options[name]!r}: it takes "
+                f"{', '.join(known)}, and Pyro's {', '.join(theirs)}"
+            )
 
     def __init__(
         self,
@@ -595,9 +599,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         Return the estimate and its programs.
 
-        If a mask removes entries of a latent from the model but not from the guide, as in padded
-        series with an AutoGuide, the model counts their prior. This does not change the evidence,
-        and otherwise nothing would limit the guide's entropy.
+        A mask may remove entries of a latent from the model but not from the guide, as in padded
+        series with an AutoGuide. The model then counts their prior. This does not change the
+        evidence, and without it nothing would limit the guide's entropy.
         """
         names, model = self.sampler.analyses.of(programs).get(_COUNTED, (None, None))
         if names is None:
@@ -607,7 +611,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return programs, self.estimate(programs)
 
     def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
-        """Find the latents whose prior the model counts; the step is repeated if there are some."""
+        """Find the latents whose prior the model counts, and repeat the step if there are some."""
         analysis = self.sampler.analyses.of(programs)
         with rewindable(True) as rewind:
             estimate = self.estimate(programs)
@@ -682,10 +686,10 @@ class MonteCarloELBO(FixedOptions, ELBO):
         Return minus the bound, and add the gradient estimate to the parameters' gradients.
 
         :returns: the loss in nats, as :meth:`loss`.
-        :raises ValueError: naming the sites where a log density is not finite; no gradient has
-            been accumulated in this case. Or naming the parameters whose gradient is not finite
-            although the loss is; the gradients of the step's parameters are then set to None, so
-            that no optimizer uses them.
+        :raises ValueError: naming the sites where a log density is not finite. In this case no
+            gradient has been accumulated. If only the gradient is not finite, the error names the
+            parameters. The gradients of the step's parameters are then None, so that no optimizer
+            uses them.
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
         if not estimate.surrogate.requires_grad or is_recording():

@@ -51,7 +51,7 @@ def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> f
     :param weight: the user's value; None for the default, which is 0 unless the default kernel is
         trained.
     :param bool reweighted: whether the gradient is the reweighted one.
-    :raises ValueError: for invalid values, and for the reweighted gradient, where no chain can
+    :raises ValueError: for invalid values, and for the reweighted gradient, with which no chain can
         dominate a step.
     """
     if weight is None:
@@ -179,6 +179,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        self._check_options(options, ChainOptions.__annotations__)
         StoredModule.__init__(self)
         check_flag("multi_sample", multi_sample)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
@@ -194,9 +195,6 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         self.kernel.check_transitions(self.num_steps)
         self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
-        for step_size in self.kernel.step_size.modules():
-            if isinstance(step_size, AdaptiveStepSize):
-                step_size.use_coordinates(coordinates)
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         self.joint, self.baseline = joint, baseline
@@ -273,11 +271,12 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         """
         Make the function from positions to states of one step, and the slots of discrete sites.
         """
+        if self.last_step is None:
+            self._claim_kernel()
         reweighted = self.gradient_estimator == "reweighted"
-        trained = GradientMode.FIRST if reweighted else GradientMode.CHAIN
-        gradient = trained if trains else GradientMode.NONE
-        if self.kernel.needs_gradient:
-            gradient |= GradientMode.COORDINATES
+        gradient = GradientMode.COORDINATES if self.kernel.needs_gradient else GradientMode.NONE
+        if trains:
+            gradient |= GradientMode.FIRST if reweighted else GradientMode.CHAIN
 
         # Whether gradients that move the chain are differentiated again, in training steps.
         twice = self.kernel.needs_gradient and not reweighted
@@ -301,11 +300,18 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         again = twice and self._smoothness.check(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
+    def _claim_kernel(self) -> None:
+        """Set the coordinates of adaptive step sizes, or raise an error for a shared kernel."""
+        for step_size in self.kernel.step_size.modules():
+            if isinstance(step_size, AdaptiveStepSize):
+                step_size.use_coordinates(self.coordinates)
+
     def _surrogate(
         self, density: ChainDensity, chain: Chain, slots: OneSlot, bound: Tensor
     ) -> Tensor:
         """
-        Return a tensor of shape ``[*plates]`` with the gradient; the bound itself if it has it.
+        Return a tensor of shape ``[*plates]`` with the gradient: the bound itself, if its gradient
+        is the whole gradient.
         """
         if self.gradient_estimator == "reweighted":
             return _reweighted(density, chain, slots)
@@ -437,9 +443,9 @@ class TraceSIS_ELBO(ChainELBO):
     r"""
     Sequential importance sampling with unadjusted Langevin moves: L-MCVAE of Thin et al. [1].
 
-    A draw :math:`z_0` of the guide is moved K times along :math:`\log \gamma_\beta = (1 - \beta)
-    \log q(z \mid x) + \beta \log p(x, z)` towards the posterior. Its log weight has the densities
-    of the moves:
+    A draw :math:`z_0` of the guide moves towards the posterior in K steps. Its path is
+    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)`. Its log weight
+    has the densities of the moves:
 
     .. math::
         W = -\log q(z_0 \mid x) + \sum_{k=1}^K
@@ -452,14 +458,14 @@ class TraceSIS_ELBO(ChainELBO):
     chain is reparameterized: one backward pass differentiates the whole chain, including the
     gradients of the model.
 
-    * **Cost**: K + 1 evaluations of the model with its gradient; the guide runs once if its sites
+    * **Cost**: K + 1 evaluations of the model with its gradient. The guide runs once if its sites
       do not depend on each other, and otherwise with each evaluation.
     * **Coordinates**: by default, chains move the noise :math:`\epsilon` of the guide's draws
-      :math:`z = T(\epsilon)`, with
+      :math:`z = T(\epsilon)`. Then
       :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
       The noise has unit scale, so one step size is enough for any support, AutoGuide or flow.
-      ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit
-      noise (Gamma, Beta, Dirichlet) always move as unconstrained latents.
+      ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit noise
+      (Gamma, Beta, Dirichlet) always move as unconstrained latents.
     * **Transitions**: each transition has a separate step size and momentum
       (:meth:`UnderdampedLangevin.trained`). These and the schedule are trained with the bound. They
       are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
@@ -490,7 +496,7 @@ class TraceSIS_ELBO(ChainELBO):
     **Kinks.** The gradient of L needs second derivatives of log p. If the first derivative jumps,
     as with ReLU, autograd ignores the jump, and the gradient of L is biased.
     ``gradient_estimator="auto"`` detects such operations and logs their names. It smooths them only
-    in the moves of the chain: there the derivative of :math:`\max(d, 0)` is
+    in the moves of the chain. There the derivative of :math:`\max(d, 0)` is
     :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a fifth of the spread of d. Chains may
     move along any function of their position, so :math:`E[\exp W] = p(x)` still holds, and the
     gradient is that of L. ``"reparam"`` does not smooth. Jumps that cannot be smoothed
@@ -596,9 +602,9 @@ class TraceAIS_ELBO(ChainELBO):
     r"""
     Annealed importance sampling with Metropolis-adjusted moves: A-MCVAE of Thin et al. [1].
 
-    A draw :math:`z_0` of the guide is moved along
-    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)` by kernels that
-    leave :math:`\gamma_{\beta_k}` invariant. The bound is
+    A draw :math:`z_0` of the guide moves along
+    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)`. The kernels leave
+    :math:`\gamma_{\beta_k}` invariant. The bound is
 
     .. math::
         W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log \frac{p(x, z_{k-1})}{q(z_{k-1} \mid x)},
@@ -651,10 +657,10 @@ class TraceAIS_ELBO(ChainELBO):
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
-    :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an unadjusted kernel, one particle with the full gradient, and counts out of range. At the
-        first step, for models and guides in which no latent has a separate weight, and for discrete
-        sites that cannot have slots.
+    :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1, an
+        unadjusted kernel, and counts out of range. The full gradient needs more than one particle.
+        At the first step, for models and guides in which no latent has a separate weight, and for
+        discrete sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational

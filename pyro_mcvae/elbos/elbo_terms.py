@@ -119,24 +119,25 @@ def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
 
 
 def local_estimate(
-    sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = False
+    sample: WeightedParticles, bound: Tensor, surrogate: Tensor, *, scored: bool = False
 ) -> Estimate:
     r"""
     Return a bound on the evidence of the local latents, plus the plain ELBO of everything global.
 
     The surrogate has the gradient through the draws' densities and paths. For local draws
-    :math:`z_k` without reparameterization :math:`L \sum_k \nabla \log q(z_k)` is added, which makes
-    the gradient of :math:`E[L]` unbiased for any function L of the particles. An objective with a
-    less noisy signal, such as VIMCO's, adds that to its surrogate and passes ``scored=True``.
+    :math:`z_k` without reparameterization, :math:`L \sum_k \nabla \log q(z_k)` is added. The
+    gradient of :math:`E[L]` is then unbiased for any function L of the particles. An objective with
+    a less noisy signal, such as VIMCO's, adds its own terms to the surrogate and passes
+    ``scored=True``.
 
-    If no latent has a weight per datum (all latents are global and a plate is subsampled), the
-    estimate is the plain ELBO, averaged over the particles.
+    If all latents are global and a plate is subsampled, no latent has a weight per datum. The
+    estimate is then the plain ELBO, averaged over the particles.
 
     :class:`MonteCarloELBO` has an example.
 
     :param sample: the particles of the step, from ``self.sampler``.
     :param bound: the bound L of each datum, detached, shape ``[*plates]``.
-    :param surrogate: a tensor of that shape with the gradient of the bound.
+    :param surrogate: a tensor of the same shape with the gradient of the bound.
     :param bool scored: whether ``surrogate`` already has the score-function terms of the local
         draws.
     :raises ValueError: for tensors of another shape.

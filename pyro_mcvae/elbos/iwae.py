@@ -49,9 +49,9 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
 
     If a guide is narrow, the plain gradient of a location has little noise, and the doubly
     reparameterized one has much. If a guide is nearly exact, the opposite is true. Take a Gaussian
-    guide with noise :math:`\epsilon`, and let b be the slope of
-    :math:`\log p` on :math:`\log q` over its draws: 1 where it is exact, and 0 where it is
-    narrow. To first order the noise of the two gradients is
+    guide with noise :math:`\epsilon`, and let b be the slope of :math:`\log p` on :math:`\log q`
+    over its draws. It is 1 if the guide is exact, and 0 if the guide is narrow. To first order the
+    noise of the two gradients is
 
     .. math::
         -\frac{b}{\sigma} \bar\epsilon \qquad \text{and} \qquad
@@ -93,7 +93,7 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
     # Sum over the odd columns for the even columns, and vice versa.
     qq, ww, pp, spread = squares.reshape(4, -1, 2).sum(1).flip(1).unbind()
     # Twice the covariance of log q and log p. A slope b = pq / 2 qq has the squared relative error
-    # (4 pp qq / pq^2 - 1) / freedom, of which it loses four times as much; all in units of b.
+    # (4 pp qq / pq^2 - 1) / freedom. It is shrunk by four times this error.
     pq, noise = (qq + pp - ww).clamp(min=0), _STANDARD_ERRORS**2 / freedom
     one = 2 / (1 + noise)
     slope = torch.addcdiv(pq / qq, pp, pq, value=-2 * noise * one).clamp(0, one)
@@ -144,14 +144,15 @@ class PathGradient:
     and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. Adding log q at the
     detached draw removes the score term. The second factor of dreg (:math:`\tilde w_k` for
     :math:`\alpha = 0`) multiplies the gradient at the draw in the backward pass. One backward pass
-    is enough for all parameters. If log q enters the weight with a factor c (the user's scale, or
-    zero where masked), so does its score term, and the second factor is :math:`1 - c (1 - \alpha)(1
-    - \tilde w_k)`. See :func:`~pyro_mcvae.elbos.iwae.dreg_coefficient` for :math:`\lambda`.
+    is enough for all parameters. Log q may enter the weight with a factor c (the user's scale, or
+    zero where masked). Its score term then has this factor too, and the second factor is
+    :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`. See :func:`~pyro_mcvae.elbos.iwae.dreg_coefficient`
+    for :math:`\lambda`.
     """
 
     def __init__(self, estimator: str, num_particles: int, alpha: float = 0.0) -> None:
         self.estimator, self.alpha = estimator, alpha
-        # K = 1 makes them agree in expectation; reparam is then exactly the ELBO's gradient.
+        # For K = 1 all estimators agree in expectation, and reparam is exactly the ELBO's gradient.
         if estimator == "vimco" or (estimator == "auto" and num_particles == 1):
             self.estimator = "reparam"
         self.needs_roots = self.estimator != "reparam"
@@ -169,7 +170,7 @@ class PathGradient:
         ]
 
     def surrogate(self, sample: WeightedParticles, bound: Tensor) -> Tensor:
-        """Return a tensor ``[*plates]`` with the gradient; the bound itself if it has it."""
+        """Return a tensor ``[*plates]`` with the gradient; the bound, if it has all of it."""
         chosen = [
             {t.key for t in run.terms if self._applies(sample, t, i)}
             for i, run in enumerate(sample.runs)
@@ -320,17 +321,18 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     * ``"vimco"``: the score function for all local sites.
 
     The noise for ``"auto"`` is measured on other draws of the step, so the mixture is unbiased. It
-    is close to ``"dreg"`` if the guide nearly fits, and close to ``"reparam"`` if the guide is much
-    narrower than the posterior, as AutoGuides are initially. It is ``"reparam"`` for K = 1, for one
-    weight over everything with fewer than 6 particles, and for trained flows and other classes with
-    their own ``log_prob``, which ``"dreg"`` would have to evaluate again.
+    is close to ``"dreg"`` if the guide nearly fits. It is close to ``"reparam"`` if the guide is
+    much narrower than the posterior, as AutoGuides are initially. It is exactly ``"reparam"`` for K
+    = 1, and for one weight over everything with fewer than 6 particles. The same holds for trained
+    flows and other classes with their own ``log_prob``, which ``"dreg"`` would have to evaluate
+    again.
 
     ``"stl"`` and ``"dreg"`` apply to sites whose distribution does not depend on another
-    reparameterized draw of the guide. Other sites of a structured guide use ``"reparam"``, and so
-    do distributions masked by ``dist.mask`` (not by ``poutine.mask``), and distributions with a
+    reparameterized draw of the guide. Other sites of a structured guide use ``"reparam"``. So do
+    distributions masked by ``dist.mask`` (not by ``poutine.mask``), and distributions with a
     trained support (``Uniform(low, high)``), which have no valid score function. Local sites that
     cannot be reparameterized always use VIMCO [5], a score function with a leave-one-out baseline
-    per datum (for K = 1, Pyro's plate-wise score function).
+    per datum. For K = 1 they use Pyro's plate-wise score function.
 
     :param int num_particles: K, the draws inside the logarithm.
     :param str gradient_estimator: one of the names above.
@@ -338,8 +340,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         needs the full data, and gives a tighter bound for few data.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
-    :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
-        estimator, for ``"vimco"`` with one particle, and for ``joint`` with a subsampled plate.
+    :raises ValueError: for a ``num_particles`` that is not an int of at least 1, an unknown
+        estimator, ``"vimco"`` with one particle, and ``joint`` with a subsampled plate.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Roeder, Wu, Duvenaud (2017), *Sticking the Landing*.
@@ -378,6 +380,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        self._check_options(options)
         check_choice("gradient_estimator", gradient_estimator, get_args(GradientEstimator))
         self.gradient_estimator = gradient_estimator
         self.joint = joint
@@ -435,10 +438,10 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
               \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)} \Big)^{1 - \alpha}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
-    For alpha from 0 to 1 it is between the importance weighted bound and the ELBO, and is a lower
-    bound on the log evidence for every K. Guides trained with a larger alpha concentrate on a mode,
-    and with a smaller alpha they cover more of the posterior. For a negative alpha, the value tends
-    to an upper bound as K grows, but is not a bound for finite K.
+    For alpha from 0 to 1 its value is between the importance weighted bound and the ELBO. It is
+    then a lower bound on the log evidence for every K. Guides trained with a larger alpha
+    concentrate on a mode, and with a smaller alpha they cover more of the posterior. For a negative
+    alpha, the value tends to an upper bound as K grows, but is not a bound for finite K.
 
     Plates, minibatches, global latents, scales and masks are handled as in :class:`TraceIWAE_ELBO`,
     which is the case ``alpha=0``. The gradient estimators are the same, with :math:`w_k^{1 -
@@ -476,6 +479,7 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
         self,
         alpha: float = 0.0,
         num_particles: int = 2,
+        *,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
         **options: Unpack[ELBOOptions],

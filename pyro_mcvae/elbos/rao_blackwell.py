@@ -267,7 +267,7 @@ class SlotSums:
 
     R(c) contains the sites that cost c depends on, directly or through other sites. The weights of
     all other sites sum to one, but their gradients would be noise. V is linear in each weight and
-    in each cost, so one backward pass through V gives the expected cost of every slot and the
+    in each cost. So one backward pass through V gives the expected cost of every slot and the
     weight of every cost.
 
     :param SlotRun slot_run: an execution.
@@ -380,7 +380,7 @@ class SlotSums:
         self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
     ) -> Tensor | None:
         """
-        Return the product of some sites' weights, summed over all dims but ``dims``.
+        Return the product of some sites' weights, summed over all dims except ``dims``.
 
         Sites are multiplied in the order of the guide. A dim is summed as soon as no later site has
         it. Costs along a Markov chain share all steps except the last.
@@ -480,23 +480,23 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     exact, as in :class:`~pyro.infer.TraceEnum_ELBO`.
 
     The guide needs no annotation. Sites may depend on each other, and reparameterized sites may
-    depend on them. All factors that depend on a site are evaluated at its k + n slots: in a
-    separate batch dim, as in Pyro's parallel enumeration, or under ``vmap`` if the model does not
-    broadcast. If a factor depends on several sites outside ``pyro.markov``, the numbers of their
-    slots multiply. Sites of the model that are marked ``infer={"enumerate": "parallel"}`` and are
-    not in the guide are summed inside the logarithm. A cost is multiplied by the weights of the
+    depend on them. All factors that depend on a site are evaluated at its k + n slots. The slots
+    are in a separate batch dim, as in Pyro's parallel enumeration, or under ``vmap`` if the model
+    does not broadcast. If a factor depends on several sites outside ``pyro.markov``, the numbers of
+    their slots multiply. Sites of the model that are marked ``infer={"enumerate": "parallel"}`` and
+    are not in the guide are summed inside the logarithm. A cost is multiplied by the weights of the
     sites that it depends on. One run determines these sites.
 
     Some programs cannot evaluate several slots in one run (an ``nn.GRU``, Python code that reads a
-    value), and some factors depend on several elements of a plate. The slots are then rows, as in
-    the chains of :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a datum
-    multiply, dependent elements are one variable, and each slot has all costs of its datum. The
-    mean and the exact sums are the same, but the gradient is noisier. The reason is logged.
+    value). Some factors depend on several elements of a plate. In these cases the slots are rows,
+    as in the chains of :class:`~pyro_mcvae.TraceSIS_ELBO`. The numbers of slots of all sites of a
+    datum multiply, dependent elements are one variable, and each slot has all costs of its datum.
+    The mean and the exact sums are the same, but the gradient is noisier. The reason is logged.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
-      finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
-      product; Poisson, Geometric and NegativeBinomial. Other discrete sites are sampled, with the
-      score function as their gradient and a log message.
+      finite ``enumerate_support``. Vectors of these by ``to_event`` are one variable over their
+      product. Poisson, Geometric and NegativeBinomial are supported, too. Other discrete sites are
+      sampled, with the score function as their gradient and a log message.
     * **Options per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``. The keys
       ``"budget"``, ``"baseline"`` and ``"exact_entropy"`` are also accepted. A guide site marked
       ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly; if it also has
@@ -505,8 +505,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
       :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+, and :class:`~pyro_mcvae.LeaveOneOut`
       compares draws. :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and
       needs no further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
-      :class:`~pyro_mcvae.RELAX` have parameters, which SVI trains, or which are parameters of
-      ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
+      :class:`~pyro_mcvae.RELAX` have parameters. SVI trains them, and ``elbo(model, guide)`` has
+      them as its parameters. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
     :param num_categories: k, the number of values to sum; ``math.inf`` for all.
     :param int num_samples: n, the number of draws from the other values.
@@ -557,6 +557,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         num_particles: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        self._check_options(options)
         torch.nn.Module.__init__(self)
         super().__init__(num_particles, **options)
         if entropy not in ("sampled", "exact"):

@@ -36,9 +36,9 @@ def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[
     r"""
     Return :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site with a closed form.
 
-    The divergence must have a closed form, and the prior of the site must not depend on draws of
-    the guide that depend on the site. This holds if all predecessors of the site in the model also
-    precede it in the guide; other sites are checked by running the model and guide.
+    The prior of the site must not depend on draws of the guide that depend on the site. This holds
+    if all predecessors of the site in the model also precede it in the guide. Other sites are
+    checked by running the model and guide.
 
     :param find_separable: returns the names of such sites.
     :returns: the divergences by site name, batch-shaped, with the user's scale and mask, but
@@ -157,10 +157,10 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         \text{B:} \quad & -KL(q(z \mid x) \,\|\, p(z)) + \log p(x \mid z)
 
     averaged over ``num_particles`` draws of z and scaled by N/B over the minibatch. Each site is
-    treated separately. It has estimator B if :func:`torch.distributions.kl_divergence` has the pair
-    of distributions, and the prior of the site does not depend on draws of the guide that depend on
-    the site. Otherwise it has estimator A. Sites without reparameterization use the score function
-    with Pyro's plate-wise Rao-Blackwellization. It trains every model and guide that
+    treated separately. A site has estimator B if :func:`torch.distributions.kl_divergence` has its
+    pair of distributions. In addition, its prior must not depend on draws of the guide that depend
+    on the site. Otherwise it has estimator A. Sites without reparameterization use the score
+    function with Pyro's plate-wise Rao-Blackwellization. It trains every model and guide that
     :class:`~pyro.infer.Trace_ELBO` does, and is not restricted to mean-field guides as
     :class:`~pyro.infer.TraceMeanField_ELBO` is.
 
@@ -200,6 +200,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         analytic_kl: bool = True,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        self._check_options(options)
         super().__init__(num_particles, **options)
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl

@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO, check_options
+from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.tensors import costs_nothing_to_read
@@ -35,18 +35,19 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             + \frac{N}{B} \sum_n \log \sum_{z \in \Phi_n} \frac{p(x_n, z, w_n)}{q(w_n)}, \qquad
         \nabla F = \frac{N}{B} \sum_n \sum_{z \in \Phi_n} q_n(z) \nabla \log p(x_n, z) .
 
-    A step evaluates the states of the minibatch, searches for better states (an E-step, which never
-    decreases F), stores them in the guide, and computes the gradient of F through them. The
-    ``guide`` argument of the truncated posterior may draw other latents (:math:`\theta` outside the
-    data plate, w inside). They are drawn once per step, and are the same for all states of a datum.
+    A step evaluates the states of the minibatch, and searches for better states (an E-step, which
+    never decreases F). It stores these in the guide, and computes the gradient of F through them.
+    The ``guide`` argument of the truncated posterior may draw other latents (:math:`\theta` outside
+    the data plate, w inside). They are drawn once per step, and are the same for all states of a
+    datum.
 
-    :meth:`loss`, :meth:`bounds` and calls without gradients also search, so that they return the
-    value of a training step with the same seed, but they do not store the states. After
-    ``guide.eval()`` no call searches.
+    :meth:`loss`, :meth:`bounds` and calls without gradients also search, but do not store the
+    states. So they return the value of a training step with the same seed. After ``guide.eval()``
+    no call searches.
 
-    :param int num_gradient_states: compute the gradient through the k states with the largest
-        weights, and ``num_sampled_states`` states drawn from the others, with weights that keep it
-        unbiased (Rao-Blackwellization of the M-step [2]). None uses all states.
+    :param int num_gradient_states: k. The gradient passes through the k states with the largest
+        weights, and through ``num_sampled_states`` states drawn from the others. Their weights keep
+        it unbiased (Rao-Blackwellization of the M-step [2]). None uses all states.
     :param int num_sampled_states: the number of sampled states, if ``num_gradient_states`` is set.
     :param options: ``vectorize_particles`` (of the states), ``max_plate_nesting``,
         ``strict_enumeration_warning`` and ``retain_graph``; see :class:`MonteCarloELBO`.
@@ -74,10 +75,11 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     def __init__(
         self,
         num_gradient_states: int | None = None,
+        *,
         num_sampled_states: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         super().__init__(1, **options)
         if num_gradient_states is not None:
             num_gradient_states = check_count("num_gradient_states", num_gradient_states)

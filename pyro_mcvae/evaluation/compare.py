@@ -74,7 +74,7 @@ class TrainedCopy:
     :ivar bounds: the bound of the loss at every step, in nats per weight.
     :ivar seconds: the training time.
     :ivar times: the time of each step, in seconds.
-    :ivar curve: for some steps, the training time so far and the :class:`.LogEvidence`, by
+    :ivar curve: for some steps, the training time until then and the :class:`.LogEvidence`, by
         importance sampling with few particles.
     :ivar guide: the :class:`.LogEvidence` by importance sampling after training.
     :ivar evidence: the :class:`.LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
@@ -105,8 +105,9 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name. :func:`compare` has an
-    example.
+    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name.
+
+    :func:`compare` has an example.
 
     :param copies: the results of each loss.
     :param parts: the objects that training changes: modules, and the parameter store.
@@ -132,8 +133,8 @@ class Comparison(dict[str, TrainedCopy]):
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
-        Return the difference of the mean log evidence of two losses, and its standard error. The
-        error is that of paired differences over data. With a single weight it is the Monte Carlo
+        Return the difference of the mean log evidence of two losses, and its standard error. This
+        is the error of paired differences over data, or, with a single weight, the Monte Carlo
         error.
         """
         first, second = self[name].evidence, self[over].evidence
@@ -302,8 +303,8 @@ def compare(
     each loss is run and discarded, so that one-time costs are not included in the times.
 
     Losses and optimizers are copied. For a :class:`CompiledELBO`, the training time includes
-    recording and compiling; the median time of a step (``ms/step``) does not. If the training of a
-    loss fails, for example with a value that is not finite, the table names the loss, and the other
+    recording and compiling, but the median time of a step (``ms/step``) does not. If the training
+    of a loss fails, for example with a value that is not finite, the table names it. The other
     losses continue.
 
     :param model: a Pyro model.
@@ -568,8 +569,9 @@ _FEW = 0.05
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, the highest
-    first. :func:`compare_models` has an example.
+    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, highest first.
+
+    :func:`compare_models` has an example.
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
@@ -594,9 +596,9 @@ class ModelComparison(dict[str, LogEvidence]):
         r"""
         Return the models whose evidence may be underestimated.
 
-        For these models, :math:`\hat k` is above 0.7 for some weight, or at most two of its errors
-        below 0.7 for more than a twentieth of the weights. Models whose exchangeable components
-        have overlapping labellings also belong to them.
+        For these models, :math:`\hat k` is above 0.7 for some weight. Or :math:`\hat k` plus two of
+        its errors is above 0.7 for more than a twentieth of the weights. Models whose exchangeable
+        components have overlapping labellings are doubtful, too.
         """
         return [
             n

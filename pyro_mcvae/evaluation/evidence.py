@@ -84,7 +84,7 @@ def filled(text: str, head: str = "") -> str:
 
 # The log evidence of a model, estimated per datum with a guide.
 
-# ImportanceSampler, below which k-hat is not reliable.
+# The number of weights below which k-hat is not reliable.
 _ENOUGH = 500
 
 
@@ -93,8 +93,8 @@ class LogEvidence:
     r"""
     Estimates of :math:`\log p(x_n)`, with their errors.
 
-    Tensors have one entry per datum: shape ``[*plates]``; ``[elements]`` for programs with several
-    separate plates; a scalar if all data share one weight, as with global latents.
+    Tensors have one entry per datum, shape ``[*plates]``; or ``[elements]`` for programs with
+    several separate plates. They are scalars if all data share one weight, as with global latents.
 
     :ivar log_evidence: :math:`\log \frac{1}{K} \sum_k w_k`, a lower bound in expectation.
     :ivar standard_error: the standard error of ``log_evidence``, from the spread of the weights. It
@@ -102,7 +102,7 @@ class LogEvidence:
     :ivar effective_sample_size: Kish's effective sample size, between 1 and K.
     :ivar pareto_k: :math:`\hat k`, the tail index of the weights. Above 0.7 the estimate is
         unreliable. Above 0.3 the exact value is within two standard errors less than 95 % of the
-        time (measured with 1,000 draws: 83 % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for
+        time. With 1,000 draws it was 83 % at 0.3 to 0.4, and 68 % at 0.5 to 0.6. It is ``-inf`` for
         weights without a tail, and NaN for 20 particles or fewer.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: the number of weights of each datum, K.
@@ -186,8 +186,9 @@ class LogEvidence:
     @property
     def doubtful(self) -> Tensor:
         r"""
-        Return the mask of data whose standard error may be too small: :math:`\hat k` plus two
-        errors is above 0.5, or there are fewer than 500 weights. Equal weights are not doubtful.
+        Return the mask of data whose standard error may be too small. This is the case if
+        :math:`\hat k` plus two errors is above 0.5, or with fewer than 500 weights. Equal weights
+        are not doubtful.
         """
         known = has_light_tail(self, 0.5)
         if self.num_particles < _ENOUGH:
@@ -235,7 +236,7 @@ def fraction(flags: Tensor) -> float:
 def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
     """
     Format a number with its error. The error is unknown if a few draws dominate for more than a
-    twentieth of the weights, or if most weights have tails that are too heavy.
+    twentieth of the weights. It is also unknown if most weights have tails that are too heavy.
     """
     known = fraction(evidence.few) <= 0.05 and fraction(evidence.unreliable) <= 0.5
     return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
@@ -288,18 +289,18 @@ def log_evidence(
     * **Memory**: one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum. By default
       the sites of a chunk have :math:`2^{23}` numbers (64 MiB in float64). The working memory is at
       most 8 times as large, plus the hidden layers of networks.
-    * **No side effects**: kernel and schedule are copied, all modules that the model and guide use
-      are temporarily in evaluation mode, and no new parameter remains in the store.
+    * **No side effects**: kernel and schedule are copied, and no new parameter remains in the
+      store. All modules that the model and guide use are temporarily in evaluation mode.
     * **A guide that never ran**: an AutoGuide raises an error. For functions, the initial values of
       ``pyro.param`` are logged. To use these values, call the guide once.
-    * **Global latents** that the guide draws: all data share one weight, and the result is a
-      scalar. It is :math:`\log p(x)` under the prior of the global latents, also for held-out data.
-      With ``joint=False`` they are drawn once, and the estimates are :math:`\log p(x_n \mid
-      \text{globals})`.
+    * **Global latents** that the guide draws: all data have one weight together, and the result is
+      a scalar. It is :math:`\log p(x)` under the prior of the global latents, also for held-out
+      data. With ``joint=False`` they are drawn once, and the estimates are
+      :math:`\log p(x_n \mid \text{globals})`.
     * **Masked latents** that the guide draws and counts: padded entries of an AutoGuide, the
-      unobserved site of ``obs_mask=``. If no counted factor of the model depends on them, their
-      prior counts in the model too, and the evidence is that of the observed entries. The
-      objectives of this package do the same.
+      unobserved site of ``obs_mask=``. If no counted factor of the model depends on them, the model
+      counts their prior, too. The evidence is then that of the observed entries. The objectives of
+      this package do the same.
     * **Without latents**: if all latents are summed and the guide draws nothing, the evidence is
       exact.
     * **A TruncatedPosterior** raises an error. Its bound on log p(x), which is exact on its states,
@@ -337,8 +338,9 @@ def log_evidence(
           logs a line per minute elsewhere.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
-        masses in the data's plates, chains without continuous latents, guides that never ran, masks
-        and scales that do not cancel, and NaN log weights. The error names the site and the remedy.
+        masses in the data's plates, and chains without continuous latents. Also for guides that
+        never ran, masks and scales that do not cancel, and NaN log weights. The error names the
+        site and the remedy.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Wu, Burda, Salakhutdinov, Grosse (2017), *On the Quantitative Analysis of Decoder-Based

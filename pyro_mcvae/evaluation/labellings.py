@@ -35,9 +35,9 @@ _DRAWS, _ROUNDING = 3, 32.0
 _LARGEST, _SMALL = 64, 8
 # Draws at which the overlap of labellings is tested, and the limit of guide densities for it.
 _FEWEST, _EVALUATIONS = 50, 5000
-# Fraction of the guide's density at the labelling of a draw, relative to the sum with a labelling
-# that exchanges two components. Above the first limit they do not overlap; below the second limit
-# the guide draws both.
+# The guide's density at the labelling of a draw, relative to the sum with a labelling that
+# exchanges two components. Above the first limit the labellings do not overlap; below the second
+# limit the guide draws both.
 _SEPARATE, _BOTH = 0.99, 0.55
 
 # An axis that may be permuted: dims of sites, from the right. If the dim is None, the values of a
@@ -58,9 +58,9 @@ class Labellings:
 
     :ivar sites: the latents that are permuted, by group.
     :ivar sizes: the number of components of each group.
-    :ivar added: the term that was added to the log evidence of the guide's weights: ``log_count``
-        if the guide draws one of the labellings and they do not overlap. Otherwise None: up to
-        ``log_count`` may be missing.
+    :ivar added: the term that was added to the log evidence of the guide's weights. It is
+        ``log_count`` if the guide draws one of the labellings and they do not overlap. Otherwise it
+        is None, and up to ``log_count`` may be missing.
     """
 
     sites: tuple[tuple[str, ...], ...]
@@ -100,7 +100,8 @@ def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labelling
             warnings.simplefilter("ignore")
             return _Search(sampler, num_particles).labellings()
     except Exception as error:
-        # The model or guide does not run at given latents. The evidence is valid without the check.
+        # The model or guide does not run at given latents. The evidence is valid without this
+        # analysis.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
         return None
 
@@ -228,8 +229,8 @@ class _Search:
         self, latents: Mapping[str, Tensor], swaps: Sequence[tuple[Axis, tuple[int, int]]]
     ) -> Tensor:
         """
-        Return q(z) / (q(z) + q(z')) of the guide, with two entries of z exchanged in z', for each
-        pair of entries: shape ``[pairs, rows, *plates]``.
+        Return q(z) / (q(z) + q(z')) of the guide for each pair of entries, shape
+        ``[pairs, rows, *plates]``. In z' these two entries of z are exchanged.
         """
         _, at, _ = self._densities(latents)
         exchanged = [self._densities(_exchanged(latents, *swap))[1] for swap in swaps]
@@ -276,7 +277,7 @@ def _are_separate(relative_density: Tensor, log_weight: Tensor) -> bool:
 
 
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:
-    """Sets the values of the guide's sites, in runs of one row or of all rows."""
+    """Return a sample function that sets the guide's sites, in runs of one row or of all rows."""
 
     def give(msg: Message) -> Tensor | None:
         value = values.get(msg["name"])

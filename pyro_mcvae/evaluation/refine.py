@@ -85,12 +85,12 @@ def site_draws(
             sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
         )
         draws.dims[name] = site_dims(term.site)
-        if not is_factor(term.site["fn"]):  # whose value is empty
+        if not is_factor(term.site["fn"]):  # a factor has an empty value
             draws.observed[name] = _in_full(term.site, len(draws.dims[name]))
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
-        floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
+        floats = isinstance(index, Tensor) and index.is_floating_point()  # floats are not indices
         if not isinstance(index, Tensor) or floats or len(index) != size:
             index = torch.arange(size)
         draws.coords[name] = index
@@ -244,8 +244,8 @@ def refine(
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 
-    A warning is issued if :math:`\hat k` of the weights is above 0.7, also for one candidate per
-    draw: then the chains, not only their selection, miss a part of the posterior.
+    A warning is issued if :math:`\hat k` of the weights is above 0.7. With one candidate per draw
+    this means that the chains, not only their selection, miss a part of the posterior.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -336,7 +336,7 @@ def _refined(
 ) -> PosteriorDraws:
     density: Density | None = None
     if sampler.annealing is None:
-        at = sampler.log_weight(count * candidates, coordinates="resting")
+        at = sampler.log_weight(count * candidates, coordinates="fixed")
         log_weight, position, infos = at.first.log_weight, at.coordinates, []
         runs = at.first.sample.runs
     else:

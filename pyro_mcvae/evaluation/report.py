@@ -36,8 +36,9 @@ from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
 
-# The fraction of weights that may be doubtful. A gap that counts as closed, and a difference that
-# counts as none, in nats per weight. The largest error at which two estimates can agree.
+# The fraction of weights that may be doubtful. The gap below which it counts as closed, and the
+# difference below which there is none, in nats per weight. The largest error at which two estimates
+# can agree.
 _FEW, _CLOSE, _SMALL, _WIDE = 0.05, 0.1, 0.02, 0.1
 # Nats of the ELBO's gap that a bound of many draws halves at best (docs/choose.md, measured on nine
 # models).
@@ -90,9 +91,9 @@ class Report:
     @property
     def missed(self) -> Tensor:
         r"""
-        Return a mask of the data for which the guide misses a part of the posterior: :math:`\hat k`
-        is good, and chains find significantly more evidence. The probability of a false alarm is
-        0.01 over all data. Without chains the mask is False.
+        Return a mask of the data for which the guide misses a part of the posterior. For these
+        :math:`\hat k` is good, but chains find significantly more evidence. The probability of a
+        false alarm is 0.01 over all data. Without chains the mask is False.
         """
         missed = torch.zeros_like(self.guide.unreliable)
         for chains in (self.evidence, self.prior):
@@ -155,11 +156,10 @@ class Report:
     @property
     def trusted(self) -> bool:
         r"""
-        Return whether the evidence and its error can be trusted. This holds if :math:`\hat k` plus
-        two of its errors is at most 0.5 for all but a twentieth of the weights (see
-        ``LogEvidence.doubtful``), or if chains of four times the length agree. It never holds if
-        :math:`\hat k` is above 0.7, or the effective sample size below 10, for more than a
-        twentieth of the weights.
+        Return whether the evidence and its error can be trusted. This holds if at most a twentieth
+        of the weights is doubtful (see ``LogEvidence.doubtful``), or if chains of four times the
+        length agree. It never holds if :math:`\hat k` is above 0.7, or the effective sample size
+        below 10, for more than a twentieth of the weights.
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
@@ -209,8 +209,9 @@ class Report:
             rows.append(_row(f"{start}, {_steps(chains)} steps", chains))
         if isinstance(self.prior, LogEvidence):
             rows.append(_row("prior", self.prior))
+        weights = f"{n} weight{'s' * (n > 1)}{plates}"
         lines = [
-            f"nats per weight; {n} weights{plates}; medians of k and ESS; chains by their start",
+            f"nats per weight; {weights}; medians of k and ESS; chains by their start",
             table(rows),
         ]
         gap = f"ELBO {float(self.bound.mean()):.3f}, gap {float(self.gap.mean()):.3f}"
@@ -264,15 +265,16 @@ def report(
     **options: Any,
 ) -> Report:
     r"""
-    Evaluate a guide: its bound, the evidence, the gap between them, the tails of the weights, the
-    data with the largest gaps, and what to try next.
+    Evaluate a guide: its bound, the evidence, the gap between them, and the tails of the weights.
+    The report also has the data with the largest gaps, and what to try next.
 
-    The importance weights of the guide are always computed. They are doubtful if :math:`\hat k`
-    plus two of its errors is above 0.5 for more than a twentieth of the weights, or if there are
-    fewer than 500 draws. In that case the evidence is estimated by annealed chains of ten steps. If
-    these are doubtful as well, chains of 40 steps run. If the two disagree, chains in white
-    coordinates run (see :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these
-    chains. ``Report.trusted`` is whether the evidence and its error can be trusted.
+    The importance weights of the guide are always computed. They are doubtful if there are fewer
+    than 500 draws. They are also doubtful if :math:`\hat k` plus two of its errors is above 0.5 for
+    more than a twentieth of them. In these cases the evidence is estimated by annealed chains of
+    ten steps. If these are doubtful as well, chains of 40 steps run. If both estimates disagree,
+    chains in white coordinates run (see :func:`log_evidence`). A ``schedule`` or a ``kernel``
+    replaces these chains. ``Report.trusted`` has the conclusion: whether the evidence and its error
+    can be trusted.
 
     **Missed modes**: if the guide never draws near a mode of the posterior, neither :math:`\hat k`
     nor the effective sample size changes. Therefore 50 to 200 chains run from draws of the model's

@@ -58,8 +58,8 @@ def simulate(
     :param fixed_sites: latents that keep the values of the reference.
     :param to_args: maps the observations, by site, to the arguments of model and guide. None
         replaces observed tensors in the arguments.
-    :returns: model and guide on the simulated data, the latents that generated the data (an exact
-        posterior draw), and the execution of the model that drew both.
+    :returns: model and guide on the simulated data; the latents that generated these; and the
+        execution of the model that drew both. The latents are an exact posterior draw.
     :raises ValueError: for models from which no data can be drawn, naming the site; and if the
         observed data are not found in the arguments.
     """
@@ -163,7 +163,7 @@ class Sandwich:
 
     @property
     def gap(self) -> Tensor:
-        """Return upper minus lower, in nats: in expectation at least the sum of both errors."""
+        """Return upper minus lower, in nats; in expectation at least the sum of both errors."""
         return self.upper - self.lower
 
     @property
@@ -228,16 +228,16 @@ def sandwich(
     :param args: their arguments, for the shapes of the data.
     :param int num_simulations: the number of data sets to simulate.
     :param to_args: maps the simulated observations, a dict by site, to the arguments of model and
-        guide (a tuple, a dict of keyword arguments, or a single argument).
+        guide. These are a tuple, a dict of keyword arguments, or a single argument.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of chains per
         datum in each direction, P. The default ``schedule`` has 10 linear steps, and the kernel
         must be adjusted; the default is :class:`HMC` with 3 leapfrog steps.
     :returns: a :class:`.Sandwich`.
 
-    :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor`` and
-        ``poutine.scale``; for observed data that are not found in the arguments; and for guides
-        without a density at given latents.
+    :raises ValueError: as :func:`log_evidence`; also for unadjusted kernels, ``pyro.factor`` and
+        ``poutine.scale``, guides without a density at given latents, and data that are not found in
+        the arguments.
 
     [1] Grosse, Ghahramani, Adams (2015), *Sandwiching the Marginal Likelihood Using Bidirectional
     Monte Carlo*.

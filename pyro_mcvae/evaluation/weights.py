@@ -126,8 +126,9 @@ class WeightSummary:
     @property
     def standard_error(self) -> Tensor:
         r"""
-        Return the standard error of the logarithm of the mean, :math:`\text{sd}(w) / (\sqrt K\,
-        \bar w)`; infinite if every weight is zero, NaN for one weight.
+        Return the standard error of the logarithm of the mean,
+        :math:`\text{sd}(w) / (\sqrt K\, \bar w)`. It is infinite if every weight is zero, and NaN
+        for one weight.
         """
         if self.count < 2:
             return torch.full_like(self.log_mean, math.nan)
@@ -296,7 +297,8 @@ class ImportanceSampler:
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
         """Return the density for chains, at new draws or at given latents."""
         assert self.annealing is not None
-        gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
+        needs_gradient = self.annealing.kernel.needs_gradient
+        gradient = GradientMode.COORDINATES if needs_gradient else GradientMode.NONE
         with torch.set_grad_enabled(bool(gradient)):
             log_weight = self.log_weight(
                 count,
@@ -401,7 +403,7 @@ class ImportanceSampler:
         while count > 0:
             size = min(self.chunk_size, count)
             yield size
-            if self.annealing is None:  # whose transitions are counted
+            if self.annealing is None:  # with chains, transitions are counted instead
                 self.progress.step(size)
             count -= size
 

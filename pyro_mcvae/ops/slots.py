@@ -59,7 +59,7 @@ def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
 
 
 def straight_through(soft: Tensor) -> Tensor:
-    """Return the one-hot vector of the largest entry, with the gradient of the soft one."""
+    """Return the one-hot vector of the largest entry, with the gradient of the soft vector."""
     hard = one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
     return hard + (soft - soft.detach())
 
@@ -192,7 +192,8 @@ def fill_slots(
     :param mode: the value of slots with weight zero, shape ``[*batch, 1, *event]``.
     :param outside: returns the probability of all other values, shape ``[*batch]``.
     :param draw: maps the mask of summed values, shape ``[*batch, k]``, and a count to draws from
-        the others, shape ``[*batch, count, *event]``, and their probability, shape ``[*batch]``.
+        the other values, shape ``[*batch, count, *event]``. Also returns the probability of these
+        values, shape ``[*batch]``.
     :param budget: the number of slots, divided optimally for each batch element; None sums all k,
         and draws ``num_samples``.
     """
@@ -206,7 +207,7 @@ def fill_slots(
         slot = torch.arange(weight.shape[-1], device=prob.device)
         sampled = (slot >= size).expand(weight.shape)
     else:
-        # Summed from the small end: one minus the sum of the best would lose precision.
+        # Sum from the small end, because one minus the sum of the best would lose precision.
         rank = torch.arange(size, device=prob.device)
         remaining = outside().unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
         criterion = (remaining / (budget - rank))[..., : budget - min_samples + 1]
@@ -306,7 +307,7 @@ def _distinct_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) 
     Draw from the product, excluding the summed configurations.
 
     Variables are drawn one after the other. A value's probability is reduced by the summed
-    configurations with the same first digits as the draw,
+    configurations with the same first digits as the draw. It is
     :math:`q_d(a) (1 - \sum_c \prod_{d' > d} q_{d'}(c_{d'}))`.
 
     :returns: digits ``[*batch, count, D]``.
@@ -347,7 +348,7 @@ class CountLaw(NamedTuple):
     :ivar log_prob: log probabilities of counts, broadcast with the batch.
     :ivar cdf: :math:`P(X \\le x)`; counts may be -1.
     :ivar tail: :math:`P(X > x)`, without cancellation.
-    :ivar side: ``cdf`` where a mask is True, ``tail`` elsewhere, at the cost of one.
+    :ivar side: ``cdf`` where a mask is True, and ``tail`` elsewhere, at the cost of one of them.
     :ivar mode: a most probable count, batch-shaped.
     """
 

@@ -73,7 +73,7 @@ class Place(NamedTuple):
     The place where a program calls an operation.
 
     :ivar code: the calling code, at ``line``.
-    :ivar module: PyTorch's module that calls it, such as ``nn.ReLU``; else None.
+    :ivar module: PyTorch's module that calls it, such as ``nn.ReLU``; otherwise None.
     """
 
     name: str
@@ -124,7 +124,7 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
 
 
 class _Switch(torch.autograd.Function):
-    """The first argument; inside :func:`smoothed_gradients` its gradient goes to the second one."""
+    """The first argument; the second gets its gradient inside :func:`smoothed_gradients`."""
 
     generate_vmap_rule = True
 
@@ -142,7 +142,7 @@ class _Switch(torch.autograd.Function):
 
 
 class _Hinge(torch.autograd.Function):
-    """max(d, 0), with the derivative of a smooth one inside :func:`smoothed_gradients`."""
+    """Computes max(d, 0), with a smooth derivative inside :func:`smoothed_gradients`."""
 
     generate_vmap_rule = True
 

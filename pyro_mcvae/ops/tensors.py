@@ -67,12 +67,12 @@ def guard(condition: Tensor) -> bool:
 
 
 def guard_finite(value: Tensor) -> bool:
-    """Return whether a scalar is finite; :func:`guard` it while a step is recorded."""
+    """Return whether a scalar is finite; add a guard while a step is recorded."""
     return guard(value - value == 0) if _open else math.isfinite(value.item())
 
 
 def guard_at_most(value: Tensor, limit: float) -> bool:
-    """Return whether a scalar is at most ``limit``; :func:`guard` it while a step is recorded."""
+    """Return whether a scalar is at most ``limit``; add a guard while a step is recorded."""
     return guard(value <= limit) if _open else value.item() <= limit
 
 
@@ -96,7 +96,7 @@ def fail_if_recording(reason: str) -> None:
 @contextmanager
 def recorded_guards(validates: bool = False) -> Iterator[list[Tensor]]:
     """
-    Record a step inside; the yielded list is filled with its guards.
+    Record a step inside; the yielded list receives its guards.
 
     :param bool validates: whether :data:`guarded_supports` are checked.
     """

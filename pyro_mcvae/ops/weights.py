@@ -160,7 +160,7 @@ def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -
 
 # The least number of exceedances for a fit.
 _FEWEST = 5
-# If the largest weights agree to a tenth of a percent, they are ties, not a tail.
+# If the largest weights are equal up to a tenth of a percent, they are ties, not a tail.
 _FLAT = 1e-3
 
 
@@ -180,8 +180,8 @@ def pareto_k(log_weight: Tensor, num_particles: int | None = None) -> Tensor:
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``; or only the largest of them, at
         least ``tail_length(num_particles) + 1``.
     :param num_particles: the number of all weights; by default of the given ones.
-    :returns: shape ``[*plates]``, float64; ``-inf`` if the largest weights are equal, ``inf`` if
-        only a few are larger than the others, NaN for too few particles (20 or fewer).
+    :returns: shape ``[*plates]``, float64. It is ``-inf`` if the largest weights are equal, and
+        ``inf`` if only a few are larger than the others. It is NaN for 20 particles or fewer.
 
     [1] Vehtari, Simpson, Gelman, Yao, Gabry (2024), *Pareto Smoothed Importance Sampling*.
     [2] Zhang, Stephens (2009), *A New and Efficient Estimation Method for the Generalized Pareto

@@ -155,9 +155,9 @@ class Runner:
     """
     Runs all batched executions of one objective or evaluator, and checks them.
 
-    If programs fail, it finds out whether they also fail without leading dims, whether their plates
-    have changed, or whether they cannot be vectorized. It checks that particles are not mistaken
-    for data of the same number, and that their densities are those of a loop.
+    If programs fail, it determines whether they also fail without leading dims, whether their
+    plates have changed, or whether they cannot be vectorized. It checks that particles are not
+    mistaken for data of the same number, and that their densities are those of a loop.
 
     :param max_plate_nesting: the number of batch dims of plates; infinite to infer it.
     :param bool strict_enumeration: reject guide sites that are marked for enumeration.
@@ -301,7 +301,8 @@ class Runner:
         """Compare a run with a loop, if it has leading dims, and record it as checked."""
         programs, analysis = execution.key, self.analyses.of(execution.key)
         if run.leading is not None or (execution.several and run.outer_sizes):
-            # Without particles, other leading dims (of slots) are compared on their own.
+            # A run without particles may have other leading dims (of slots), which are compared
+            # separately.
             mode = Mode.BATCHED if run.leading is None else self.mode(programs) or Mode.BATCHED
             one = _without_slots(run) if run.leading is None else shared
             leading = LeadingRun(programs, run, one, mode, execution.name)
@@ -377,9 +378,9 @@ class Runner:
         self, execution: Execution, count: int | None, nesting: int, mode: Mode, error: Exception
     ) -> tuple[int, Mode]:
         """Return another nesting or vectorization after an error, or raise the cause."""
-        # Either they fail without particles too (then this raises their error), or their plates
-        # have changed since the last step, or this vectorization does not work. It worked if it did
-        # at these sizes before: then they fail for the values of this step.
+        # The programs fail without particles too (the next line then raises their error), or their
+        # plates have changed since the last step, or this vectorization does not work. If it worked
+        # at these sizes before, the programs fail at the values of this step.
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != nesting:
@@ -428,9 +429,9 @@ class Runner:
         """
         Choose the fastest vectorization that has the densities of a loop.
 
-        Each way is tried with a few particles first, because programs that broadcast particles
-        against each other need memory for the square of their number. The choice is kept until it
-        fails for other sizes.
+        Each vectorization is tried with a few particles first, because programs that broadcast
+        particles against each other need memory for the square of their number. The choice is kept
+        until it fails for other sizes.
 
         :param run: a run with the programs' plates and sizes.
         :param error: the error of the present vectorization, if any.
@@ -499,7 +500,7 @@ class _SharedSitesError(Exception):
 
 
 def _without_slots(run: Run) -> GlobalSites:
-    """Return the guide's sites with one value in a run without particles: others have slots."""
+    """Return the guide's sites without slots in a run without particles."""
     shared = set()
     for t in (t for t in run.terms if t.in_guide):
         inner = run.nesting + t.site["fn"].event_dim

@@ -105,7 +105,7 @@ class WeightedParticles:
 
     def check_shapes(self, **values: Tensor) -> None:
         """
-        Check that tensors have an entry for each weight. Others would be broadcast and summed.
+        Check that tensors have an entry for each weight; others would be broadcast and summed.
 
         :raises ValueError: otherwise.
         """
@@ -274,11 +274,11 @@ class ParticleSampler:
         self, programs: Programs, detach_latents: bool = False, defers: bool = False
     ) -> list[Run]:
         """
-        Draw every latent, global ones too, once per particle; no weights are formed.
+        Draw every latent, also global ones, once per particle, without weights.
 
         :param detach_latents: whether latents are detached in the model.
-        :param defers: whether densities are computed only when they are asked for, which has to be
-            with gradients on or off as here.
+        :param defers: whether densities are computed only when they are needed. Gradients must then
+            be on or off as in this call.
         """
         attached = frozenset[str]() if detach_latents else None
         substitutes = Substitutes(attached=attached, defers=defers)
@@ -347,7 +347,7 @@ class ParticleSampler:
         self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
     ) -> WeightedParticles:
         """
-        Draw every latent once, global ones too, on a given minibatch.
+        Draw every latent once, also global ones, on a given minibatch.
 
         :param values: values of fixed guide sites.
         """

@@ -112,10 +112,10 @@ def _check_places(guide: Mapping[str, Site], model: Mapping[str, Site]) -> None:
 
 def _enumerated(name: str) -> str:
     return (
-        f"site '{name}' of the guide is marked for enumeration, which this objective does "
-        f"not do: use TraceRaoBlackwell_ELBO, or pyro.infer.TraceEnum_ELBO, or sample the site by "
-        f"removing infer={{'enumerate': ...}} or by strict_enumeration_warning=False, or mark it "
-        f"in the model alone and leave it out of the guide"
+        f"site '{name}' of the guide is marked for enumeration, which this objective does not "
+        f"support. To sum the site, use TraceRaoBlackwell_ELBO, or mark it in the model and leave "
+        f"it out of the guide. To sample it, remove infer={{'enumerate': ...}}, or pass "
+        f"strict_enumeration_warning=False"
     )
 
 
@@ -232,8 +232,8 @@ def _check_shapes(terms: Sequence[Term], guide_trace: Trace, depth: float) -> No
     for term in terms:
         infer = term.site["infer"]
         if distinct_dims and not term.in_guide and term.key.name in guide_trace:
-            # The site's slots may return through its parents in the model, if the guide drew these
-            # later, with slots for each slot of this site.
+            # The guide may draw the site's parents in the model after the site, with slots for each
+            # of its slots. The site's slots then come back through these parents.
             infer = {k: v for k, v in infer.items() if k != "_enumerate_dim"}
         check_site_shape({**term.site, "log_prob": term.log_prob, "infer": infer}, depth)
 
@@ -280,7 +280,7 @@ def _check_batch_dims(term: Term, nesting: int) -> None:
     shape = term.log_prob.shape
     outer = shape[: max(0, len(shape) - nesting - 1)]
     if any(size != 1 for size in outer):
-        # As z.unsqueeze(-1) of a global latent makes them, by crossing the particles.
+        # For example z.unsqueeze(-1) of a global latent makes such dims: it moves the particles.
         raise ValueError(
             f"site '{term.key.name}' of the {term.key.program} has log_prob of shape "
             f"{tuple(shape)}, which has dims to the left of the particles' (dim {-nesting - 1}): "
@@ -355,8 +355,8 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
             # Sites that the model enumerates are in the model alone.
             warnings.filterwarnings("ignore", "Found vars in model but not guide")
             check_run(run, math.inf, strict_enumeration, before_sums=True)
-    # Dims of size 1 outside plates keep their place as well, for example the time dim of
-    # pyro.contrib.forecast: tensors that broadcast against them lie to their right.
+    # Dims of size 1 outside plates are counted too, for example the time dim of
+    # pyro.contrib.forecast. The dims of tensors that broadcast against them are to their right.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)
     return replace(run, nesting=max(run.nesting, deepest))
 

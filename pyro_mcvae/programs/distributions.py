@@ -105,8 +105,8 @@ def _correlations(fn: Distribution) -> Distribution:
     Patch LKJCholesky with the sampler of Lewandowski et al. (2009), section 3.2.
 
     The squared length of row k of the Cholesky factor, k = 1, 2, ..., without its diagonal, is
-    Beta(k / 2, .). PyTorch draws it from Beta(k - 1/2, .): in three dims, with concentrations of 1
-    and 1.5, the mean weight of such draws is 1.13 instead of 1.
+    Beta(k / 2, .). PyTorch draws it from Beta(k - 1/2, .). For example, with three dims and
+    concentrations of 1 and 1.5, the mean weight of such draws is 1.13 instead of 1.
     """
     beta = getattr(fn, "_beta", None)
     if beta is None or fn.dim < 3:
@@ -172,8 +172,8 @@ def _mixture(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     """
     Draw with the implicit gradient of Figurnov et al. (2018), one dim after the other.
 
-    Pyro's gradient with respect to the components' logits is correct only if the line through two
-    means goes through the origin, and the smallest scale is 1.
+    Pyro's gradient of the components' logits is correct only if the line through two means goes
+    through the origin. The smallest scale must also be 1.
     """
     value, scales = fn.sample(sample_shape), fn.coord_scale
     if scales.dim() < fn.locs.dim():
@@ -224,8 +224,8 @@ def was_checked(old: Site, site: Site) -> bool:
     """
     Return whether a value has passed Pyro's validation before.
 
-    It is the same tensor (an observation) at a site of the same shape and support. Parameters are
-    validated as usual, when a distribution is made.
+    This holds for the same tensor (an observation) at a site of the same shape and support.
+    Parameters are validated as usual, when a distribution is made.
     """
     # Constraints with parameters (an interval) are new objects each time, and checked again.
     same = site["value"] is old["value"] and site["fn"].shape() == old["fn"].shape()
@@ -238,7 +238,7 @@ def _support(site: Site) -> Constraint:
 
 @contextmanager
 def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
-    """Turn off the validation of distributions, and of those that they are made of."""
+    """Turn off the validation of distributions and of their base distributions."""
     settings: dict[Distribution, bool | None] = {}
     inner, seen = list(fns), set()
     while inner:
@@ -417,6 +417,6 @@ def _may_learn(transform: Transform) -> bool:
 
 
 def _learns(value: object) -> bool:
-    if isinstance(value, torch.distributions.Distribution):  # whose quantiles a transform has
+    if isinstance(value, torch.distributions.Distribution):  # a transform may use its quantiles
         return any(map(_learns, vars(value).values()))
     return isinstance(value, Tensor) and value.requires_grad

@@ -32,7 +32,7 @@ from pyro_mcvae.programs.types import (
     plate_frames,
 )
 
-# Discrete latents of a model that the guide does not draw: all of their values in parallel.
+# Enumerate the discrete latents of a model that the guide does not draw, in parallel.
 #
 # Pyro's enumeration gives each of them a separate batch dim, to the left of the plates' and of
 # the particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
@@ -44,8 +44,8 @@ class ModelEnumeration(EnumMessenger):
 
     :param guide_trace: the guide's draws.
     :param first_available_dim: the first free batch dim; None to continue after the guide's dims.
-    :raises SiteError: for a site that the guide does not draw, if it is marked for another kind of
-        enumeration, or shares a dim with a site that it depends on.
+    :raises SiteError: for a site that is not in the guide, if its kind of enumeration is not
+        supported, or if it has the dim of a site that it depends on.
     """
 
     def __init__(self, guide_trace: Trace, first_available_dim: int | None = None) -> None:
@@ -100,9 +100,9 @@ class StateMessenger(ModelEnumeration):
             names = ", ".join(self._summed)
             raise RuntimeError(
                 f"{first_line(error or kind())}: the model runs with all values of {names} side by "
-                f"side, in dims to the left of all plates, and has to broadcast over them: expand "
+                f"side, in dims to the left of all plates, and has to broadcast over them. Expand "
                 f"concatenated tensors to one shape (torch.broadcast_shapes), index by "
-                f"Vindex(table)[..., y], and count batch dims from the right (dim=-1); or draw the "
+                f"Vindex(table)[..., y], and count batch dims from the right (dim=-1). Or draw the "
                 f"site in the guide"
             ) from error
 
@@ -137,7 +137,7 @@ def is_state(site: Site) -> bool:
 
 
 def has_unsummed_states(guide_trace: Trace, model_trace: Trace) -> bool:
-    """Return whether a model that drew all of its sites has some to be summed."""
+    """Return whether a model that drew all of its sites has sites that must be summed."""
     return any(
         not site["is_observed"]
         and site["infer"].get("enumerate") == "parallel"
@@ -236,8 +236,8 @@ def sum_states(
 
     :param states: the symbols of the enumerated sites.
     :param make_ring: the ring for Pyro's algorithm.
-    :raises SiteError: for factors of one sum with different scales, for a sum that contains a whole
-        plate of which only a minibatch is given, and for a sum over crossed plates.
+    :raises SiteError: for factors of one sum with different scales, for a sum over a subsampled
+        plate, and for a sum over crossed plates.
     """
     dims = set(states)
     sizes: dict[str, int] = {}
@@ -286,9 +286,9 @@ def _crossed(members: Sequence[Site]) -> SiteError:
     inside = ", ".join(f"'{n}' in {' and '.join(sorted(p))}" for n, p in frames.items() if p)
     return SiteError(
         f"Expected tree-structured plate nesting, but enumerated sites of the model in crossed "
-        f"plates meet in one factor ({inside}), whose exact sum needs all combinations: "
-        f"make one of the plates sequential, for i in pyro.plate(...), at a cost exponential in "
-        f"its size, or draw the sites of one of them in the guide"
+        f"plates meet in one factor ({inside}), whose exact sum needs all combinations. Draw the "
+        f"sites of one of the plates in the guide. Or make this plate sequential, for i in "
+        f"pyro.plate(...), at a cost that is exponential in its size"
     )
 
 
@@ -301,7 +301,7 @@ def _common_scale(members: Sequence[Site]) -> float | Tensor:
                 raise SiteError(
                     f"site '{site['name']}' of the model lies in plate '{f.name}', and depends on "
                     f"an enumerated site outside it, whose sum needs all {f.full_size} data, "
-                    f"but the plate is subsampled ({f.size}): pass the full data, put the "
+                    f"but the plate is subsampled ({f.size}). Pass the full data, put the "
                     f"enumerated site into the plate, or draw it in the guide"
                 )
     scales = {s["name"]: s["scale"] for s in members}

@@ -23,8 +23,8 @@ class Logs(NamedTuple):
     """
     Exact logarithms of a tensor x, computed on access.
 
-    :ivar log: log abs(x).
-    :ivar complement: log(1 - x), for a tensor between 0 and 1; None if unknown.
+    :ivar log: returns log abs(x).
+    :ivar complement: returns log(1 - x), for a tensor between 0 and 1; None if unknown.
     :ivar sign: the sign of x: 1, -1, or 0 if unknown.
     :ivar simplex: whether the last dim sums to one.
     """
@@ -42,8 +42,8 @@ class ExactLogs(TorchFunctionMode):
     For :math:`z = e^u` in single precision the derivative of log z overflows below 1e-38. Its
     second derivative, which the gradient of a chain needs, overflows below 1e-19; one draw of
     Gamma(0.1) in a hundred lies there. An overflow becomes NaN in the gradient of u. As functions
-    of the logarithm, the densities of Gamma, Beta, Dirichlet and related distributions are smooth,
-    and exact even if z is rounded to 0 or 1.
+    of the logarithm, the densities of Gamma, Beta and Dirichlet are smooth. They are exact even if
+    z is rounded to 0 or 1.
 
     Example::
 

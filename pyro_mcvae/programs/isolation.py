@@ -76,7 +76,7 @@ def closure_of(function: object) -> dict[str, object]:
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     variables = {}
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with suppress(ValueError):  # not filled yet
+        with suppress(ValueError):  # the variable has no value yet
             variables[name] = cell.cell_contents
     return variables
 
@@ -101,8 +101,8 @@ class FixedStatistics(TorchFunctionMode):
     """
     Batch normalization by fixed statistics, which are not updated.
 
-    Each channel has a different mean. So the result changes if another dim is mistaken for the
-    channels, even in a layer with initial statistics.
+    Each channel has a different mean. So the result changes if a layer takes another dim for the
+    channels, even if the layer has its initial statistics.
 
     :ivar bool used: whether a program has normalized.
     """
@@ -124,7 +124,7 @@ class FixedStatistics(TorchFunctionMode):
         call = _bound(func, args, kwargs or {})
         if func is instance_norm:
             if call["use_input_stats"]:
-                # By the statistics of each instance, without running statistics.
+                # Normalize by the statistics of each instance, not by running statistics.
                 call |= {"running_mean": None, "running_var": None}
             return func(**call)
         call["training"] = False

@@ -258,8 +258,8 @@ class Recorder(Messenger):
     Records the sites of one run, substitutes values at them, and stores its minibatch.
 
     It combines Pyro's ``trace`` and ``replay`` at the cost of one handler. That matters because a
-    model runs several times in a step, often on few data. Distributions that a network under
-    autocast has made compute in single precision.
+    model runs several times in a step, often on few data. It also casts distributions of networks
+    under autocast to single precision.
 
     :param substitutes: values that are not drawn.
     :param drawn: for a model, the trace of the guide that it is replayed on.

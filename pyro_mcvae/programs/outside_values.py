@@ -114,7 +114,7 @@ class ExecutedCode:
 
     @property
     def core_names(self) -> frozenset[str]:
-        """Return the names used by executed functions of Python, PyTorch, Pyro and this package."""
+        """Return the names in the executed code of Python, PyTorch, Pyro and this package."""
         if self._names is None:
             codes = (code for code in (self.codes or {}).values() if is_core(code))
             self._names = frozenset(names_of(*codes))
@@ -157,10 +157,11 @@ def _names(code: CodeType, strings: bool) -> dict[str, None]:
 
 numpy: Any = sys.modules["numpy"]  # Pyro needs it
 
-# Values that are compared; everything else by identity.
+# Types that are compared by value. All other objects are compared by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _IMMUTABLE = (Number, numpy.generic, Enum, range, slice, torch.dtype, torch.device, torch.Size)
-# The values and bytes of arrays compared at each step, which takes about half a millisecond.
+# How many values, and bytes of arrays, are compared at each step, which takes about half a
+# millisecond; and the depth of the search.
 _MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
 # Items of longer containers are one entry.
 _SHORT = 64
@@ -175,7 +176,8 @@ _WATCHED = (
     *(FunctionType, MethodType, functools.partial),
     *(type, BuiltinFunctionType, *_IMMUTABLE, *_GENERATORS),
 )
-# Attributes of every module: followed as parameters, buffers and submodules, or without effect.
+# Attributes that every module has. They are followed as parameters, buffers and submodules, or have
+# no effect.
 _OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
 _OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
 _OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
@@ -282,7 +284,7 @@ class Dependencies:
 
     def changed(self) -> Entry | None:
         """Return the first entry whose value has changed."""
-        # At every step: by identity, and by value only where that fails.
+        # This runs at every step. It compares by identity first, and by value only if that fails.
         for entry in self.entries:
             now = entry[0](entry[1])
             if now is not entry[2] and not _is_same(now, entry[2]):
@@ -290,7 +292,7 @@ class Dependencies:
         return None
 
     def watch_gradient(self, value: Tensor, name: str) -> None:
-        """Add whether a tensor requires a gradient to the values."""
+        """Watch whether a tensor requires a gradient."""
         needs = value.requires_grad
         self.entries.append(Entry(_requires_grad, value, needs, f"requires_grad of {name}"))
         if self.contents and not needs and not value.is_inference():
@@ -654,4 +656,4 @@ def contents(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:
-        return _MISSING  # not filled yet
+        return _MISSING  # the variable has no value yet

@@ -194,7 +194,7 @@ def _intercepted(programs: Programs) -> _Intercepted:
     return programs.cached(_Intercepted, _Intercepted)
 
 
-# Their number is prime, so that the rows of a weight differ.
+# The number of values is prime, so that the rows of a weight differ.
 _GENERIC = (math.sqrt(2) * torch.arange(1, 4094).double()).sin()
 
 

@@ -122,7 +122,7 @@ def _no_program(role: str, program: object) -> ValueError:
 
 
 def _add_choices(choices: dict[str, Hashable], place: str, value: Any, depth: int = 4) -> None:
-    """Add the values of one argument that a program can branch on."""
+    """Add the values in one argument on which a program can branch."""
     if isinstance(value, Tensor):
         # A recording has a tensor without dims instead of a float.
         choices[place] = (float,) if value.dim() == 0 else (type(value), value.dim())

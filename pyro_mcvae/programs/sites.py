@@ -62,7 +62,7 @@ def full_precision(fn: Distribution) -> Distribution:
 
 def site_in_full_precision(msg: Message) -> None:
     """
-    Draw and score a site in single precision, also if its distribution has half precision.
+    Draw and score a site in single precision if its distribution has half precision.
 
     The program receives the draw in the distribution's precision, because networks in bfloat16
     accept no other. Densities and the trace have the draw in single precision.
@@ -96,7 +96,8 @@ def _in_precision(dtype: torch.dtype, msg: Message) -> None:
 def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
     """Copy a distribution with other parameters."""
     if isinstance(fn, torch.distributions.Categorical):
-        # It has normalized them in half precision: without this it would not sum to one.
+        # The distribution has normalized its parameters in half precision. Without another
+        # normalization the probabilities would not sum to one.
         if "logits" in changed:
             changed["logits"] = changed["logits"].log_softmax(-1)
         if "probs" in changed:
@@ -138,9 +139,9 @@ def _switched_off() -> ExitStack:
     return stack
 
 
-# Masks at any place: around a site, around its event, or inside the event.
+# Masks around a site, around its event, or inside the event.
 
-# Wrappers that pass masks on, because the density is a sum over entries.
+# Wrappers whose density is a sum over entries, so that masks inside them remove entries.
 _SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
 
 
@@ -148,7 +149,7 @@ def counted_values(site: Site) -> Tensor | None:
     """
     Return the entries of a site's value that its masks leave in the density.
 
-    The mask of ``Normal(...).mask(m).to_event(1)`` has an entry for each entry of the event; a mask
+    The mask of ``Normal(...).mask(m).to_event(1)`` has an entry for each entry of the event. A mask
     around the event has one entry for the whole event.
 
     :returns: a boolean tensor that broadcasts to the value's shape, with its last dims for the
@@ -422,8 +423,8 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({type(site['fn']).__name__}): {str(error) or 'no inverse'}\nA flow without an inverse "
-        f"has a density only at its own draws, and no longer once these are detached or moved: "
-        f"use an invertible flow, or a loss that does not move them (TraceSGVB_ELBO, "
+        f"has a density only at its own draws, and no longer once these are detached or moved. "
+        f"Use an invertible flow, or a loss that does not move them (TraceSGVB_ELBO, "
         f"TraceIWAE_ELBO), or, for chains, coordinates='noise' with the full gradient."
     )
 

@@ -17,9 +17,9 @@ class StoredModule(nn.Module):
     """
     A part of an objective that has parameters.
 
-    :ivar str param_name: the prefix of its parameters in the store. It is the name of the class,
-        with a number if parameters of another module are there: the same program has the same
-        names in every process, in the order of first use.
+    :ivar str param_name: the prefix of its parameters in the store: the name of the class. A number
+        is added if another module has parameters under it. Names follow the order of first use, so
+        a program has the same names in every process.
     """
 
     param_name: str
@@ -32,7 +32,8 @@ class StoredModule(nn.Module):
         """
         Put the parameters into the store, where the optimizer of a step finds them.
 
-        Values that were loaded into the store are taken over; otherwise nothing would train them.
+        Values that were loaded into the store become those of the module, because the optimizer
+        trains only parameters in the store.
         """
         kind = type(self).__name__
         candidates = itertools.chain(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Site
 
-_DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream"
+_DREAM_ARGS = "pass dream_args, a function that computes the guide's arguments from the dream"
 
 
 def substitute(
@@ -34,8 +34,8 @@ def substitute(
     :param values: the new value for each of them.
     :param subsamples: the indices of each plate.
     :param remedy: the remedy in errors, if it is not clear which arguments have the data.
-    :raises ValueError: naming a site whose data are in no argument, in more than one, or fewer than
-        the values.
+    :raises ValueError: naming a site whose data are in no argument or in more than one, or that
+        observes fewer values than the model draws.
     """
     call = (programs.args, programs.kwargs)
     leaves = _distinct(t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
@@ -92,7 +92,7 @@ def _rewritten(
     for group in _groups(leaves, [sites[name]["value"] for name in values]):
         begin = min(_span(t)[0] for t in group)
         end = max(_span(t)[1] for t in group)
-        # One copy for all, so that views of each other stay views of each other.
+        # Copy the memory once, so that the copies are views of one tensor too.
         flat = group[0].detach().as_strided((end - begin,), (1,), begin).clone()
         for name, value in values.items():
             old = sites[name]["value"]

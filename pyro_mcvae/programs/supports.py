@@ -88,7 +88,7 @@ class Support(ABC):
 
 def count_law(fn: Distribution) -> CountLaw | None:
     """
-    Return the functions that slots of a countable distribution need; None for others.
+    Return the functions that slots of a countable distribution need; None for other distributions.
 
     :param fn: Poisson, Geometric or NegativeBinomial, not wrapped.
     """
@@ -409,7 +409,7 @@ def support_of(fn: Distribution) -> Support | None:
     Return the values of a discrete distribution; None if they cannot be listed.
 
     :param fn: Categorical, OneHotCategorical, Bernoulli, Binomial, everything else with a finite
-        ``enumerate_support``, vectors of independent ones of these, and Poisson, Geometric and
+        ``enumerate_support``, vectors of independent variables of these, and Poisson, Geometric and
         NegativeBinomial.
     """
     fn = unmasked(fn)
@@ -457,8 +457,8 @@ def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor |
     """
     Draw from the Gumbel-softmax relaxation; None for distributions without one.
 
-    :param fn: OneHotCategorical, Bernoulli, or a vector of independent ones.
-    :param bool hard: one-hot (or binary) values, with the gradient of the soft ones.
+    :param fn: OneHotCategorical, Bernoulli, or a vector of independent variables of these.
+    :param bool hard: return one-hot (or binary) values, with the gradient of the relaxed values.
     """
     fn = unmasked(fn)
     if isinstance(fn, torch.distributions.Independent):

@@ -58,7 +58,8 @@ def score_parts(site: Site) -> ScoreParts:
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
-        # Not the distribution's parts: rejection samplers have them only for their own draws.
+        # Do not use the distribution's parts: rejection samplers have them only for their own
+        # draws.
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
         return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
@@ -73,7 +74,7 @@ def is_rejection_sampled(fn: Distribution) -> bool:
     """
     Return whether a distribution is, or is made of, a :class:`pyro.distributions.Rejector`.
 
-    Its ``has_rsample`` is only partly true: acceptance depends on the parameters too, so the
+    Its ``has_rsample`` is only partly true, because acceptance depends on the parameters too. The
     gradient of an expectation needs the score function of the acceptance (Naesseth et al., 2017).
     """
     return any(map(_has_parts, layers(fn)))
@@ -84,7 +85,7 @@ def _has_parts(fn: Distribution) -> bool:
 
 
 def _score(fn: Distribution, value: Tensor) -> Tensor:
-    """Return the score of a rejection sampler, which Pyro drops under ``to_event``, transforms."""
+    """Return the score of a rejection sampler, which Pyro drops in wrappers and transforms."""
     if _has_parts(fn):
         score: Tensor = fn.score_parts(value).score_function
         return score
@@ -160,9 +161,9 @@ class Deferred:
     @classmethod
     def checked(cls, site: Site, program: str) -> Deferred:
         """
-        Return the density of a value that it would not reject.
+        Validate the value of a site, and return its density, which is not computed yet.
 
-        :raises ValueError: naming the site, as the density itself.
+        :raises ValueError: naming a site whose density rejects its value.
         """
         fn = sites.bare(site["fn"])  # wrappers do not validate
         if fn._validate_args:
@@ -204,7 +205,7 @@ class Term:
     @cached_property
     def log_prob(self) -> Tensor:
         """
-        Return the site's log density with the user's scale and mask, not the plates' N/B.
+        Return the site's log density with the user's scale and mask, without the plates' N/B.
 
         Its shape is ``[leading, *batch]``.
         """
@@ -289,8 +290,8 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     entropy: Tensor | int | None
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:
-        # An observed site of a guide is a function of the draws and of parameters: it has a
-        # gradient, whether or not a score function comes with it.
+        # An observed site of a guide is a function of the draws and of parameters. So it has a
+        # gradient of its own, with or without a score function.
         entropy = None
     elif is_identically_zero(parts.entropy_term):
         entropy = 0

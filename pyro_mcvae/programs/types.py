@@ -39,13 +39,13 @@ class Site(TypedDict, total=False):
     unscaled_log_prob: Tensor
 
 
-# Which fields of which sites of a trace change, by name.
+# The fields that change at sites of a trace, by the sites' names.
 SiteChanges: TypeAlias = Mapping[str, Mapping[str, object]]
 Transform: TypeAlias = torch.distributions.Transform
 Constraint: TypeAlias = torch.distributions.constraints.Constraint
-# What __torch_function__ is given: any function of torch.
+# The functions that __torch_function__ receives: any function of torch.
 TorchFunction: TypeAlias = Callable[..., Any]
-# The same keys, while the statement is run: ``value`` is None before the draw.
+# A sample statement that is being run: ``value`` is None before the draw.
 Message: TypeAlias = Site
 
 

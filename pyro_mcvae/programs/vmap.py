@@ -23,7 +23,8 @@ from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
 
 # Rebatch the distributions that a program made for one particle.
 
-# Index by values, which is impossible under vmap; rebatched like Categorical.
+# Their densities index by values, which is impossible under vmap. They are rebatched like
+# Categorical.
 _BY_LOGITS = dist.Multinomial, dist.OneHotCategorical
 # The depth to which the attributes of a distribution are searched for tensors.
 _DEPTH = 6

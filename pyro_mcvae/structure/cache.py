@@ -19,14 +19,14 @@ _MAX_PAIRS, _MAX_KEYS = 8, 64
 # An analysis is repeated at uses 2, 4, 8, ..., and then at every multiple of this number.
 _AT_LEAST_EVERY = 1024
 # A choice with more values than this is a counter (of steps, documents). Its values are then not
-# part of the key, and only repeated analyses notice a dependence on them.
+# part of the key, and only repeated analyses detect a dependence on them.
 _MAX_VALUES = 8
 # The number of findings in an analysis; the oldest are dropped, for runs with many sizes.
 _MAX_FINDINGS = 1024
 
 T = TypeVar("T")
 
-# A finding's key is its kind and its subject.
+# The key of a finding: its kind, then its subject.
 Key = tuple[Any, ...]
 
 
@@ -112,7 +112,7 @@ class _Pair:
 
     def of(self, programs: Programs) -> Analysis:
         if is_recording() and self._by_key:
-            # Uncompiled steps of the same kind precede a recorded one.
+            # The uncompiled steps before a recorded step have made the analysis.
             return next(reversed(self._by_key.values()))
         key = self._key(programs)
         analysis = self._by_key.pop(key, None) or self._pop_first(key)

@@ -32,14 +32,14 @@ from pyro_mcvae.structure.cache import Analyses, Analysis
 from pyro_mcvae.structure.interventions import find_dependent_plates, find_shared_noise
 from pyro_mcvae.structure.provenance import Dependencies, dependencies_of
 
-# Guide sites whose draws reach no data, because data depend on the guide's parameters instead.
+# Guide sites on whose draws no data depend: the data depend on the guide's parameters instead.
 
 
 def find_collapsed(
     programs: Programs, run: Run, names: frozenset[str], deps: Dependencies | None = None
 ) -> tuple[str, str] | None:
     """
-    Find a guide site that reaches no data, and an observed site with its parameters instead.
+    Find a guide site on which no data depend, and an observed site that has its parameters.
 
     :param names: the guide's random sites.
     :param deps: their dependencies, if already traced.
@@ -56,7 +56,8 @@ def find_collapsed(
     if not unread:
         return None
     parameters = {n: traced.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
-    # Parameters shared with draws that reach data do not count: common networks, tied weights.
+    # Parameters that also belong to sites on which data depend do not count: common networks, tied
+    # weights.
     used = frozenset().union(*(parameters[n] for n in names - unread))
     for key in observed:
         for name in sorted(unread):
@@ -85,11 +86,12 @@ def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
     r"""
     Return a run without the density of auxiliary draws that do not determine latents.
 
-    AutoGuides draw u and compute :math:`z = f(u)`, a point mass with the log Jacobian of f: log
-    q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has the marginal
-    :math:`\int q(u) q(z \mid u)\, du`. With log q(u) in the weight the latents would be counted
-    once per u: a mixture of M components would have M times the evidence. Without it, the weight
-    p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
+    AutoGuides draw u and compute :math:`z = f(u)`, a point mass with the log Jacobian of f. Then
+    log q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has the
+    marginal :math:`\int q(u) q(z \mid u)\, du`. With log q(u) in the weight the latents would be
+    counted once per u. For example, a mixture of M components would have M times the evidence.
+    Without it, the weight p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches
+    all z.
     """
     drawn = tuple(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
     left_out = frozenset(drawn) - _latents(run.model_trace)
@@ -220,7 +222,7 @@ class StructureFinder:
         )
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-        """Find, for each factor, the plates across whose elements it depends on latents."""
+        """Find, for each factor, the plates in which it depends on latents of other elements."""
         analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
         links = analysis.cached(key, lambda: self._dependent_plates(programs, run, analysis, key))
         sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
@@ -232,7 +234,7 @@ class StructureFinder:
         """
         Find the dependent plates of a run, including those found by an earlier analysis.
 
-        A repeated analysis separates fewer pairs of elements.
+        A repeated analysis tests fewer pairs of elements.
         """
         before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key, {})
         thorough = analysis.before(key) is None
@@ -301,12 +303,13 @@ def _roots(
         parents = factors[FactorKey("guide", name)].parents
         if parents is not None and not (parents & paths) - {name}:
             roots.add(name)
-    # The second factor of a draw's gradient must not meet a score function behind the draw.
+    # The second factor of a draw's gradient must not multiply a score function that depends on the
+    # draw.
     for t in run.terms:
         if t.in_guide and isinstance(t.score, Tensor):
             parents_of_score = factors[t.key].parents
             roots -= names if parents_of_score is None else parents_of_score
-    # Nor the gradient of factors without a weight.
+    # It must not multiply the gradient of factors without a weight either.
     for t in run.guide_data:
         roots -= names if traced is None else traced.factors.get(t.key, names)
     return frozenset(roots)
@@ -337,7 +340,7 @@ def _without_coupled(
     frames: Mapping[FactorKey, Frames], coupled: Mapping[FactorKey, frozenset[PlateKey]]
 ) -> dict[FactorKey, Frames]:
     """
-    Remove from each factor's plates those across whose elements it is not a product.
+    Remove from each factor's plates those over whose elements it is not a product.
 
     A factor whose elements depend on each other's latents is effectively outside the plate.
     """

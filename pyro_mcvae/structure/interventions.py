@@ -1,9 +1,9 @@
 """
 Interventions: find the densities that change when chosen latents do.
 
-NaN needs no tolerance and no particular weights: 0 times NaN is NaN, so a zero-initialized layer
-or coefficient does not hide a dependence. A latent that cannot be NaN (integers, programs that
-branch on its value) gets another value of its support.
+Latents are set to NaN. This needs no tolerance, and no particular weights: 0 times NaN is NaN, so a
+zero-initialized layer or coefficient does not hide a dependence. A latent that cannot be NaN
+(integers, programs that branch on its value) gets another value of its support.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def separating_subsets(size: int) -> Iterator[Tensor]:
     """
     Yield subsets of ``range(size)`` that separate each ordered pair of elements.
 
-    For each pair one subset has the first element without the second. Each element is in half of
-    the subsets, and no two are in the same half (Sperner). These are the fewest possible subsets,
-    9 for 100 elements. Each is a boolean tensor of shape ``[size]``.
+    For each pair, one subset has the first element and not the second. Each element is in half of
+    the subsets, and no two elements are in the same half (Sperner). These are the fewest possible
+    subsets, 9 for 100 elements. Each is a boolean tensor of shape ``[size]``.
     """
     count = next(r for r in itertools.count(2) if math.comb(r, r // 2) >= size)
     codes = itertools.islice(itertools.combinations(range(count), count // 2), size)
@@ -220,9 +220,10 @@ class DependentPlates(NamedTuple):
     """
     Plates whose elements depend on each other's latents.
 
-    :ivar plates: for each factor the plates around it across which it depends on latents.
-    :ivar reads: reads by Python code of latents in such a plate, on which everything may depend. A
-        branch in a sequential plate is tested like other code.
+    :ivar plates: for each factor, the plates around it in which it depends on latents of other
+        elements.
+    :ivar reads: reads of latents in such a plate by Python code, on which every factor may depend.
+        A branch in a sequential plate is tested like other code.
     """
 
     plates: Links
@@ -237,7 +238,7 @@ def find_dependent_plates(
     at: Mapping[str, Tensor] | None = None,
 ) -> DependentPlates:
     """
-    Find, for each factor, the plates across which it depends on random guide sites.
+    Find, for each factor, the plates in which it depends on latents of other elements.
 
     For a sequential plate the key has the factor's iteration. Batch normalization does not count:
     its purpose is to let data depend on each other.
@@ -343,7 +344,8 @@ def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read
     return links
 
 
-# Rows with the changes of all subsets pay off above this number of subsets, up to this total size.
+# Above this number of subsets, and up to this total size, runs with one row for each subset are
+# faster.
 _FEW, _MAX_SIZE = 5, 2**16
 _NOTHING = torch.zeros((), dtype=torch.bool)
 

@@ -291,9 +291,9 @@ def find_dependencies(
     """
     Find the tracked guide sites on which each factor of the weight depends directly.
 
-    Programs that cannot be tracked (an operator may reject tensor subclasses) give an empty result
-    and a warning. Their factors are then treated as depending on every site. This is always
-    correct, though the bound may be looser.
+    If programs cannot be tracked (an operator may reject tensor subclasses), return an empty
+    result, with a warning. All factors are then treated as if they depended on every site. This is
+    always correct, though the bound may be looser.
 
     :param subsamples: the minibatch, for programs whose sites depend on it.
     :param at: the guide's latents, for programs whose sites depend on these; None to draw them.
@@ -351,7 +351,7 @@ def _dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> D
     is_complete = {m.key for t in run.summands for m in t.sites} <= traced.factors.keys()
     if is_complete or run.leading is not None or not traced.factors:
         return traced
-    # Other draws had other sites.
+    # A run at other draws had other sites.
     return find_dependencies(programs, tracked, run.subsamples, run.latents)
 
 
@@ -366,7 +366,8 @@ def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependen
             if program == "guide":
                 upstream = tracker.upstream.get(name)
                 if upstream is None:
-                    # For a point mass: its density is a comparison, so its value has more.
+                    # A point mass: its density is a comparison, so the dependencies of its value
+                    # are used.
                     upstream = _sources([site["value"]], tracker)
             around = _sources([site["scale"], *masks_of(site)], tracker)
             log_prob = _log_prob_at(site)

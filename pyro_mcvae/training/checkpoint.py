@@ -150,9 +150,9 @@ class ParamStorePart(Part):
         """
         Return the state by names in the store.
 
-        It has the values, the constraints, the part and name of parameters that belong to modules
-        among the parts (``owners``), and the parameters of other modules (``of_modules``). Other
-        modules do not read the store: values put there would be trained, but never used.
+        It has the values and the constraints. For parameters of modules among the parts it has the
+        part and the name (``owners``), and it has the parameters of other modules (``of_modules``).
+        Other modules do not read the store: values put there would be trained, but never used.
         """
         keys: dict[int, str] = {}
         for key, value in self._owned().items():
@@ -441,12 +441,13 @@ def save_checkpoint(
     that :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
 
     :param path: the path of the file.
-    :param parts: a dict of all objects that change in training, by any names: modules (models,
-        guides, ``elbo(model, guide)``, objectives with learned or adaptive parts, also wrapped in
-        :class:`~torch.nn.parallel.DistributedDataParallel`), optimizers and learning rate schedules
-        of PyTorch or Pyro, batch samplers, random generators: any object with ``state_dict`` or
-        ``get_state``. An :class:`~pyro.infer.SVI` includes the modules that its model and guide
-        are, or are methods of; pass other modules that these use.
+    :param parts: a dict of all objects that change in training, by any names: any object with
+        ``state_dict`` or ``get_state``. These are modules (models, guides, ``elbo(model, guide)``,
+        objectives with learned or adaptive parts), also in
+        :class:`~torch.nn.parallel.DistributedDataParallel`. Optimizers and learning rate schedules
+        of PyTorch or Pyro, batch samplers and random generators are parts, too. An
+        :class:`~pyro.infer.SVI` includes the modules that its model and guide are, or are methods
+        of. Pass other modules that these use.
     :param extra: numbers, strings, tensors, and lists and dicts of them; :func:`load_checkpoint`
         returns them.
     :raises ValueError: naming a part that has no state to save.
@@ -504,9 +505,10 @@ def load_checkpoint(
     :param bool weights_only: reject files with anything but tensors, plain values and constraints,
         because unpickling other objects can run code. Use False only for files that you trust.
     :returns: the saved ``extra`` values.
-    :raises ValueError: for a file that is truncated, damaged (a flipped bit) or not a checkpoint;
-        naming a part that is missing, of another class or of another shape; and naming a module
-        that is not among the parts, if its parameters are in the file and it was not called yet.
+    :raises ValueError: for a file that is truncated, damaged (a flipped bit) or not a checkpoint.
+        The error names a part that is missing, of another class or of another shape. It also names
+        a module that is not among the parts, if its parameters are in the file and it was not
+        called yet.
 
     Example::
 

@@ -13,7 +13,7 @@ from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernels import HMC, Kernel, State, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar, check_options
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot
@@ -187,8 +187,8 @@ class MonteCarloEM(ChainELBO):
       without parameters, such as the prior, this is the classic algorithm. With ``persistent=True``
       the chain of each datum continues from its last position, and only the first starting point is
       a draw of the guide. This stores a state for each datum. The indices of the plates must then
-      identify the data: use ``pyro.plate("data", N, subsample=indices)`` for minibatches from a
-      loader, or ``subsample_size=``, but not ``pyro.plate("data", len(x))`` for varying
+      identify the data. Use ``pyro.plate("data", N, subsample=indices)`` for minibatches from a
+      loader, or ``subsample_size=``. Do not use ``pyro.plate("data", len(x))`` for varying
       minibatches. The chains are saved and loaded with ``state_dict()``. In a distributed run each
       rank has separate chains.
     * **Several updates per draw.** A draw is much more expensive than an update. With
@@ -208,19 +208,18 @@ class MonteCarloEM(ChainELBO):
     :param int num_particles: the number of independent chains per datum, which are averaged.
     :param int updates_per_draw: the number of steps that use a draw.
     :param bool persistent: continue the chain of each datum from its last position.
-    :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents;
-        The default is ``"latent"`` for persistent chains, so that training the guide does not move
-        them, and ``"noise"`` otherwise.
-    :param bool joint: move global latents together with local ones; without subsampled plates
-        only.
+    :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents.
+        The default is ``"noise"``. For persistent chains it is ``"latent"``, so that training the
+        guide does not move them.
+    :param bool joint: move global latents together with local ones. Plates must not be subsampled.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is that of the guide.
     :ivar states: the states of persistent chains; None otherwise.
-    :raises ValueError: for counts below 1 and an unadjusted kernel; in the first step for discrete
-        latents, for models and guides in which no latent has a separate weight, and with
-        ``persistent`` for several separate plates of data or sequential plates.
+    :raises ValueError: for counts below 1 and an unadjusted kernel. In the first step for discrete
+        latents, and for models and guides in which no latent has a separate weight. With
+        ``persistent`` also for several separate plates of data or sequential plates.
 
     [1] Wei, Tanner (1990), *A Monte Carlo Implementation of the EM Algorithm*.
     [2] Kingma, Welling (2014), *Auto-Encoding Variational Bayes*.
@@ -260,7 +259,7 @@ class MonteCarloEM(ChainELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_options(type(self), options)
+        self._check_options(options)
         num_steps = check_count("num_steps", num_steps)
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
@@ -315,7 +314,7 @@ class MonteCarloEM(ChainELBO):
         shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
 
         def finish() -> None:
-            # Again, with what the programs have written now.
+            # Compare the next step with the values that the programs have written now.
             self._draw = replace(draw, programs=programs, num_left=draw.num_left - 1)
 
         surrogate = as_scalar(local + shared)

@@ -146,7 +146,7 @@ def check_factors(programs: Programs, run: Run) -> None:
 
 def check_reads(programs: Programs, run: Run) -> None:
     """
-    Check that the guide, and only the guide, reads the observed values from the arguments.
+    Check that the guide reads the observed values from the arguments, and the model does not.
 
     Simulated data would mix with the real ones in a model that reads them outside ``obs=``. A guide
     that does not read them from the arguments would not get the simulated data. One more run of
@@ -167,8 +167,8 @@ def check_reads(programs: Programs, run: Run) -> None:
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
-            f"the model reads from its arguments, so simulated data would mix with real data: "
-            f"use the values that pyro.sample returns, pass covariates as other tensors than the "
+            f"the model reads from its arguments, so simulated data would mix with real data. "
+            f"Use the values that pyro.sample returns, pass covariates as other tensors than the "
             f"observed ones, or compute the guide's arguments with dream_args"
         )
     if readers == []:
@@ -256,15 +256,15 @@ class WakeSleep(MonteCarloELBO):
 
     **Arguments of the guide.** In the sleep phase the observed tensors among the arguments are
     replaced by simulated ones: ``svi.step(x)`` with ``obs=x`` calls ``guide(x_simulated)``.
-    Observed tensors are found by identity, by shared memory (``obs=x[t]``, ``obs=x.view(-1,
-    784)``), or as copies, including rows of a plate (``obs=x[idx]``), also in nested lists and
-    dictionaries. Masked entries keep their value. Data outside the arguments (a global variable, an
-    attribute) raise an error, and so does a guide that reads the data from another argument than
-    the model. If arguments are other functions of the data, pass ``dream_args``. Other arguments,
-    such as covariates, are not changed.
+    Observed tensors are found by identity, by shared memory (``obs=x[t]``,
+    ``obs=x.view(-1, 784)``), or as copies. Copies may be rows of a plate (``obs=x[idx]``). The
+    search includes nested lists and dictionaries. Masked entries keep their value. Data outside the
+    arguments (a global variable, an attribute) raise an error. A guide that reads the data from
+    another argument than the model raises an error, too. If arguments are other functions of the
+    data, pass ``dream_args``. Other arguments, such as covariates, are not changed.
 
     Running the model must draw latents and data from their joint density. A ``pyro.factor`` that
-    depends on latents raises an error, and so does a model that reads the observed values from its
+    depends on latents raises an error. So does a model that reads the observed values from its
     arguments, as in ``Normal(x[t - 1], 1)``. Use the value that ``pyro.sample`` returns instead; in
     the sleep phase this is the simulated value. Guides with auxiliary sites (AutoGuides) have no
     density of the model's latents, and raise an error, too.
@@ -309,6 +309,7 @@ class WakeSleep(MonteCarloELBO):
         dream_args: DreamArgs | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        self._check_options(options)
         super().__init__(num_particles, **options)
         num_dreams = check_count("num_dreams", num_dreams)
         if dream_args is not None and not callable(dream_args):

@@ -156,7 +156,7 @@ def _zero_masked(value: Tensor, mask: Tensor) -> Tensor:
 
 
 _FORMS: dict[type, Callable[[Distribution, Tensor, torch.Size, Tensor | None], Tensor]] = {
-    # Exact types, because subclasses may have another density.
+    # Only these exact types, because subclasses may have another density.
     dist.Normal: _normal,
     dist.Bernoulli: _bernoulli,
     torch.distributions.Normal: _normal,
@@ -174,7 +174,7 @@ def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
 
 
 def _sum(value: Tensor, event: torch.Size) -> Tensor:
-    """Sum over event dims, some of which have size one instead of the event's size."""
+    """Sum over event dims; those of size one count as the event's size."""
     if not event:
         return value
     sizes = value.shape[-len(event) :]

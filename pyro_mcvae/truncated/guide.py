@@ -64,7 +64,7 @@ class DataRecord:
             return fingerprints
         index, layout = runs.data.index, runs.layouts.layout
         before = searched_for.index_select(0, index.to(fingerprints.device))
-        # NaN, for data without a search, compares as False.
+        # Data without a search have NaN, which compares as False.
         scale = torch.maximum(before[:, 1], fingerprints[:, 1])
         differs = (before[:, 0] - fingerprints[:, 0]).abs() > _TOLERANCE * scale
         if not bool(differs.any()):
@@ -143,10 +143,10 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     :math:`S = \prod_d K_d` states, F is the exact log evidence.
 
     Like an AutoGuide, the guide finds the discrete sites and their plates by running the model.
-    There may be one or several sites in one plate, and sites in plates nested inside the data plate
-    (their values are part of the datum's state). Bernoulli, categorical, one-hot and count sites
-    are supported (counts without an upper bound: below 65,536). The plate determines the data of a
-    minibatch: pass indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them with
+    There may be one or several sites in the data plate, and sites in plates inside it, whose values
+    are part of the datum's state. Bernoulli, categorical, one-hot and count sites are supported
+    (counts without an upper bound: below 65,536). The plate determines the data of a minibatch:
+    pass indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them with
     ``subsample_size``. States that make the data impossible (fewer animals than a Binomial has
     counted) have density zero. All other latents are drawn by ``guide``, once per step, and
     contribute the plain ELBO. All states of a datum share one draw of its other latents, so these
@@ -173,24 +173,24 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     :param model: the model.
     :param int num_states: S, the same for all data.
     :param EvolutionaryUpdate evolution: the search of one step.
-    :param guide: a guide for the latents that are not searched, called with the model's
-        arguments: a function, or an AutoGuide of the model with the discrete sites hidden. The
-        states depend on its draws, so ``Predictive`` and other losses draw one after the other
-        (``parallel=False``, ``vectorize_particles=False``).
+    :param guide: a guide for the latents that are not searched. It is a function of the model's
+        arguments, or an AutoGuide of the model with the discrete sites hidden. The states depend on
+        its draws, so ``Predictive`` and other losses draw one after the other (``parallel=False``,
+        ``vectorize_particles=False``).
     :param int prior_draws: the number of states of each datum that a step also draws from the
         model, as candidates that single moves may not reach.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
-    :param bool fixed_data: whether the observations of a datum are the same in every call, so that
-        other observations raise an error; False for data that change (by binarization). Values that
-        the model draws or computes from parameters are never compared.
+    :param bool fixed_data: whether the observations of a datum are the same in every call. Other
+        observations then raise an error. Pass False for data that change (by binarization). Values
+        that the model draws or computes from parameters are never compared.
     :param vectorize: run the model once for all states; None to do so only if it has the densities
         of a loop, as ``vectorize_particles`` of :class:`MonteCarloELBO`.
     :param max_plate_nesting: the number of batch dims of the programs' plates; inferred by default.
     :raises ValueError: if ``num_states`` is not an int of at least 1. In the first call: for a
-        model without discrete sites, or with continuous sites that ``guide`` does not draw; for
-        discrete sites that are outside data plates, masked, or in several separate data plates; and
-        if ``num_states`` exceeds the number of states. In any call: for a changed number of data,
-        other observations, and indices out of range.
+        model without discrete sites, or with continuous sites that ``guide`` does not draw. Also
+        for discrete sites that are outside data plates, masked, or in several separate data plates,
+        and if ``num_states`` exceeds the number of states. In any call: for a changed number of
+        data, other observations, and indices out of range.
 
     [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
     models*; Lücke (2019), *Truncated Variational Expectation Maximization*.

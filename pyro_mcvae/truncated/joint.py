@@ -348,7 +348,7 @@ class JointRuns:
         :param states: shape ``[E, C, D]``, or a function that returns them after the data of the
             minibatch are found; None to draw them from the model.
         :param count: their number C.
-        :param leaves: is filled with the sites' values, as leaves of the graph.
+        :param leaves: receives the sites' values, as leaves of the graph.
         """
         self.num_runs, self.num_states = self.num_runs + 1, self.num_states + count
         values: dict[str, Tensor] = {}
@@ -364,7 +364,7 @@ class JointRuns:
                     )
                 check_unmasked(msg)
                 if self._data is None:
-                    # On the states' device, because a copy from the host would synchronize.
+                    # Make it on the states' device, because a copy from the host would synchronize.
                     layout, device = self.layouts.layout, self.layouts.prior_draws.device
                     self._data = layout.find_data(msg, self.subsamples, device)
                 if states is None:
@@ -400,7 +400,7 @@ class JointRuns:
             )
         sample = WeightedParticles(runs, [s.block_of for s in structures], structures[0])
         if run is not None and not structures[0].coupled:
-            # Without the run, to free its tensors.
+            # Keep the sample without its run, to free tensors.
             self._cached, self._cached_structure = sample.with_runs([]), structure
         return sample
 
@@ -463,7 +463,8 @@ class JointRuns:
             )
         both = with_searched(guide_trace, model_trace, names)
         terms = [broadcast_term(s) for s in scored(model_trace)]
-        # In the order of the first call, which numbers the blocks; in a dtype that promotes to any.
+        # Keep the order of the first call, which numbers the blocks. The dtype promotes to any
+        # other.
         searched = [
             Term(
                 FactorKey("guide", n),

@@ -174,7 +174,7 @@ class StatePosterior:
 
 
 def _weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
-    """Sum over states, without those of weight zero (whose value may be NaN)."""
+    """Sum over states, except those of weight zero, whose value may be NaN."""
     return torch.where(weight == 0, 0.0, weight * value).sum(0)
 
 

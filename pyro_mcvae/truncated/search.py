@@ -13,7 +13,7 @@ Sampling for Discrete Distributions*.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_
 @dataclass
 class Parents:
     """
-    The input of a mutation; :class:`UniformFlips` has an example.
+    The input of a mutation.
+
+    :class:`UniformFlips` has an example.
 
     :ivar space: the entries, their values and their moves.
     :ivar states: the parents, shape ``[E, P, D]``.
@@ -117,7 +119,7 @@ class UniformFlips:
     """
     Moves uniformly drawn entries [1]; the children of one parent have different moves.
 
-    A count moves up or down: by one, or, one time in four, by a distance with a roughly uniform
+    A count moves up or down by one. One time in four it moves by a distance with a roughly uniform
     logarithm, because counts may be far from their prior draws. A subclass overrides
     :meth:`scores`, or :meth:`__call__` if its moves change several entries at once.
 
@@ -249,6 +251,7 @@ class EvolutionaryUpdate:
     num_parents: int = 5
     num_children: int = 4
     num_generations: int = 1
+    _: KW_ONLY
     mutation: Callable[[Parents, int], Tensor] = field(default_factory=InformedFlips)
 
     def __post_init__(self) -> None:

@@ -73,10 +73,10 @@ class StateSpace:
         """
         Return a constant tensor on a device.
 
-        ``"entry"``, ``"offset"`` and ``"log weight"`` have one element per move: the entry that it
-        changes, by how much, and minus the log of the entry's number of moves. ``"move size"`` is
-        the entry's size, and ``"wraps"`` is True for entries without order. ``"unit key"`` has, for
-        each entry, the change of the key by a step of one.
+        Some tables have one element per move. ``"entry"`` is the entry that it changes, and
+        ``"offset"`` is by how much. ``"log weight"`` is minus the log of the entry's number of
+        moves. ``"move size"`` is the entry's size, and ``"wraps"`` is True for entries without
+        order. ``"unit key"`` has, for each entry, the change of the key by a step of one.
         """
         if device not in self._tables:
             self._tables[device] = {k: t.to(device) for k, t in self._make_tables().items()}

@@ -136,7 +136,7 @@ def objectives(k: int) -> dict[str, Any]:
 
 
 def compare_defaults(
-    posteriors: dict[str, Posterior], num_steps: int, settle: int, judge: int
+    posteriors: dict[str, Posterior], num_steps: int, warmup: int, evaluate: int
 ) -> None:
     """Gap per datum, and CPU milliseconds of a step."""
     for name in objectives(num_steps):
@@ -144,18 +144,18 @@ def compare_defaults(
         for posterior in posteriors.values():
             elbo = objectives(num_steps)[name]
             begin = time.process_time()
-            result = gap(posterior, elbo, settle, judge)
-            step = 1e3 * (time.process_time() - begin) / (settle + judge)
+            result = gap(posterior, elbo, warmup, evaluate)
+            step = 1e3 * (time.process_time() - begin) / (warmup + evaluate)
             cells.append(f"{result:8.3f} [{step:.0f}]")
         print(f"{name:24}", *cells, flush=True)
 
 
-def gap(posterior: Posterior, elbo: Any, settle: int, judge: int) -> float:
+def gap(posterior: Posterior, elbo: Any, warmup: int, evaluate: int) -> float:
     pyro.set_rng_seed(0)
     learned = [p for p in elbo.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learned, lr=0.03) if learned else None
     objective = elbo(posterior.model, posterior.guide)
-    for _ in range(settle):
+    for _ in range(warmup):
         if optimizer is None:
             elbo.loss_and_grads(posterior.model, posterior.guide, *posterior.args)
             continue
@@ -163,15 +163,15 @@ def gap(posterior: Posterior, elbo: Any, settle: int, judge: int) -> float:
         objective(*posterior.args).backward()
         optimizer.step()
     elbo.eval()
-    losses = [elbo.loss(posterior.model, posterior.guide, *posterior.args) for _ in range(judge)]
-    return posterior.log_evidence + sum(losses) / judge / posterior.num_data
+    losses = [elbo.loss(posterior.model, posterior.guide, *posterior.args) for _ in range(evaluate)]
+    return posterior.log_evidence + sum(losses) / evaluate / posterior.num_data
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-steps", type=int, default=5)
-    parser.add_argument("--settle", type=int, default=150)
-    parser.add_argument("--judge", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=150)
+    parser.add_argument("--evaluate", type=int, default=60)
     parser.add_argument("--defaults", action="store_true", help="whole objectives")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def main() -> None:
     posteriors = {"pPCA": pca(), "digits VAE": digits(), "ring": ring()}
     print(f"K = {args.num_steps}".ljust(30), *(f"{n:>12}" for n in posteriors), flush=True)
     if args.defaults:
-        compare_defaults(posteriors, args.num_steps, args.settle, args.judge)
+        compare_defaults(posteriors, args.num_steps, args.warmup, args.evaluate)
         return
     names = [name for name, _ in kernels()]
     for name in names:
@@ -187,7 +187,7 @@ def main() -> None:
         for posterior in posteriors.values():
             kernel = dict(kernels())[name]
             elbo = TraceSIS_ELBO(args.num_steps, kernel, **MANY)
-            row.append(gap(posterior, elbo, args.settle, args.judge))
+            row.append(gap(posterior, elbo, args.warmup, args.evaluate))
         print(f"{name:30}", *(f"{v:12.3f}" for v in row), flush=True)
 
 

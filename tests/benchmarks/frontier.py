@@ -11,6 +11,8 @@ goes on with what the file lacks. --data-root has ionosphere.npz and sonar.npz: 
 0 or 1.
 
 [1] Geffner, Domke (2023), Langevin Diffusion Variational Inference.
+[2] Vargas, Padhy, Blessing, Nuesken (2024), Transport meets Variational Inference: Controlled Monte
+Carlo Diffusions.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
+from pyro_mcvae.chains.kernels import Kernel, Proposal, State, Target, log_momentum_ratio
 from tests.benchmarks.growing import GrowingFile
 
 Model = Callable[[], None]
@@ -166,6 +169,33 @@ MODELS: dict[str, Callable[[Path], Model]] = {
 }
 
 
+class Controlled(Kernel):
+    """
+    A controlled Langevin diffusion [2]: a learned drift u moves the chain forward, and is
+    subtracted in the reversal.
+
+    Forward N(z + eta (grad log gamma(z) + u(z)), 2 eta), reversed N(z' + eta (grad log gamma(z') -
+    u(z')), 2 eta).
+    """
+
+    initial_step_size, step_size_power, target_acceptance = 0.01, 2.0, 0.9
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(LearnedStepSize(AdaptiveStepSize(), steps))
+        self.network = ScoreNetwork(steps)
+
+    def drift(self, z: Tensor, target: Target) -> Tensor:
+        return self.network(z, torch.zeros_like(z), target.transition)
+
+    def propose(self, state: State, target: Target) -> Proposal:
+        z, noise, eta = state.position, target.noise(state), self.step_size(target.transition)
+        slope = target.gradient(state) + self.drift(z, target)
+        new = target.evaluate(z + eta * slope + (2 * eta).sqrt() * noise)
+        back = target.gradient(new) - self.drift(new.position, target)
+        reverse = (z - new.position - eta * back) / (2 * eta).sqrt()
+        return Proposal(new, log_momentum_ratio(reverse, noise))
+
+
 def chain(kernel: Any, steps: int) -> TraceSIS_ELBO:
     return TraceSIS_ELBO(kernel=kernel, schedule=LearnedSchedule(steps), defensive=0.01)
 
@@ -185,6 +215,7 @@ METHODS: dict[str, Callable[[int], Any]] = {
     "full-rank ELBO": lambda _: TraceSGVB_ELBO(),
     "full-rank default": TraceSIS_ELBO,
     "ULA": ula,
+    "controlled": lambda steps: chain(Controlled(steps), steps),
     "default": TraceSIS_ELBO,
     "network": lambda steps: underdamped(steps, network=True),
     "mass": lambda steps: underdamped(steps, mass=True),

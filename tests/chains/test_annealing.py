@@ -42,7 +42,7 @@ ADJUSTED = {
 KERNELS = {**UNADJUSTED, **ADJUSTED}
 SCHEDULES = {
     "linear": lambda k: LinearSchedule(k),
-    "sigmoid": lambda k: SigmoidSchedule(k, 3.0),
+    "sigmoid": lambda k: SigmoidSchedule(k, slope=3.0),
     "learned": LearnedSchedule,
 }
 kernels = pytest.mark.parametrize("make", KERNELS.values(), ids=list(KERNELS))

@@ -222,9 +222,9 @@ def test_the_default_step_size_starts_small_and_adapts(cls):
     assert 0 < step_size() <= 0.1
     assert step_size.target_acceptance == DEFAULTS[cls]
     # What the user says about an adaptive one goes before the kernel's own.
-    told = cls(AdaptiveStepSize(0.4, 0.55)).step_size
-    assert told() == 0.4
-    assert told.target_acceptance == 0.55
+    chosen = cls(AdaptiveStepSize(0.4, target_acceptance=0.55)).step_size
+    assert chosen() == 0.4
+    assert chosen.target_acceptance == 0.55
     learned = LearnedStepSize(0.3)
     assert cls(learned).step_size is learned
     assert list(cls(0.3).state_dict()) == ["step_size.value"]

@@ -52,7 +52,7 @@ def test_sigmoid_by_hand(slope, num_steps):
     k = torch.arange(num_steps + 1)
     s = torch.sigmoid(slope * (2 * k / num_steps - 1))
     expected = (s - s[0]) / (s[-1] - s[0])
-    result = SigmoidSchedule(num_steps, slope)()
+    result = SigmoidSchedule(num_steps, slope=slope)()
     assert torch.allclose(result, expected, atol=1e-9)
     # Denser at both ends alike.
     assert torch.allclose(result, 1 - result.flip(0), atol=1e-9)
@@ -133,7 +133,7 @@ def test_bad_betas(betas):
 @pytest.mark.parametrize("slope", [0.0, -1.0, float("nan")])
 def test_bad_slope(slope):
     with pytest.raises(ValueError, match="slope must be positive, got"):
-        SigmoidSchedule(3, slope)
+        SigmoidSchedule(3, slope=slope)
 
 
 def test_a_schedule_of_ones_own():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pyro_mcvae import MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
+from pyro_mcvae import HMC, MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
 from pyro_mcvae.chains.kernels import of_moving
 from pyro_mcvae.chains.parameters import (
     AdaptiveStepSize,
@@ -33,7 +33,7 @@ def number(value):
     initial=st.floats(1e-4, 10),
 )
 def test_one_update_by_hand(acceptance, target, rate, initial):
-    step_size = AdaptiveStepSize(initial, target, rate=rate)
+    step_size = AdaptiveStepSize(initial, target_acceptance=target, rate=rate)
     step_size.update(number(acceptance))
     change = min(max((acceptance - target) / (1 - target), -2), 1)
     assert step_size().item() == pytest.approx(initial * math.exp(rate * change), rel=1e-12)
@@ -41,7 +41,7 @@ def test_one_update_by_hand(acceptance, target, rate, initial):
 
 @pytest.mark.parametrize(("acceptance", "bound"), [(1.0, 2.0), (0.0, 0.25)])
 def test_values_stay_within_their_bounds(acceptance, bound):
-    step_size = AdaptiveStepSize(0.5, 0.8, bounds=(0.25, 2.0))
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, bounds=(0.25, 2.0))
     for _ in range(200):
         step_size.update(number(acceptance))
     assert step_size() == bound
@@ -53,7 +53,7 @@ def test_values_stay_within_their_bounds(acceptance, bound):
 @pytest.mark.parametrize("acceptance", [NAN, INF, -INF])
 @pytest.mark.parametrize("per_coordinate", [False, True])
 def test_an_acceptance_that_is_not_finite_changes_nothing(acceptance, per_coordinate):
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=per_coordinate)
     step_size.update(number(acceptance), torch.randn(10, 3))
     assert (step_size() == 0.5).all()
     assert step_size.base == 0.5
@@ -62,7 +62,7 @@ def test_an_acceptance_that_is_not_finite_changes_nothing(acceptance, per_coordi
 def test_per_coordinate_follows_equation_27():
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(5, 40, 3, generator=generator) * torch.tensor([0.5, 1.0, 4.0])
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True, rate=0.1)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=True, rate=0.1)
     step_size.update(number(0.9), gradient)
     base = 0.5 * math.exp(0.1 * 0.5)
     assert step_size.base.item() == pytest.approx(base)
@@ -80,7 +80,7 @@ def test_per_coordinate_follows_equation_27():
 def test_a_gradient_without_spread_says_nothing(rows, rounding):
     """One chain, or a coordinate that all data share: only the acceptance can tell."""
     gradient = torch.tensor([[3.0, -0.5]]).expand(rows, 2) * (1 + rounding * torch.randn(rows, 2))
-    step_size = AdaptiveStepSize(1e-3, 0.7, per_coordinate=True)
+    step_size = AdaptiveStepSize(1e-3, target_acceptance=0.7, per_coordinate=True)
     for _ in range(600):
         # A kernel whose acceptance falls with its step size.
         step_size.update(torch.exp(-step_size().max()), gradient)
@@ -88,7 +88,7 @@ def test_a_gradient_without_spread_says_nothing(rows, rounding):
 
 
 def test_nothing_grows_while_too_little_is_accepted():
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=True)
     gradient = torch.randn(30, 2) * torch.tensor([1e-9, 1.0])
     for _ in range(100):
         before = step_size()
@@ -149,7 +149,7 @@ def test_noise_is_white_already_and_eval_freezes_the_beginning():
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_gradient_that_is_not_finite_leaves_its_coordinate(bad):
     gradient = torch.randn(20, 3)
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=True)
     step_size.update(number(0.8), gradient)
     before = step_size()
     gradient[4, 1] = bad
@@ -161,7 +161,9 @@ def test_a_gradient_that_is_not_finite_leaves_its_coordinate(bad):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e100])
 def test_flat_and_steep_gradients_stay_in_bounds(scale):
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True, bounds=(0.01, 10.0))
+    step_size = AdaptiveStepSize(
+        0.5, target_acceptance=0.8, per_coordinate=True, bounds=(0.01, 10.0)
+    )
     gradient = scale * torch.randn(10, 2)
     for _ in range(400):
         before = step_size().expand(2)
@@ -174,7 +176,7 @@ def test_flat_and_steep_gradients_stay_in_bounds(scale):
 
 @pytest.mark.parametrize("per_coordinate", [False, True])
 def test_eval_freezes_it(per_coordinate):
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=per_coordinate)
     torch.nn.ModuleDict({"kernel": step_size}).eval()
     step_size.update(number(1.0), torch.randn(10, 2))
     assert torch.equal(step_size(), number(0.5))
@@ -188,7 +190,7 @@ def test_state_dict_round_trip(per_coordinate):
     gradient = torch.randn(10, 3)
 
     def make():
-        return AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
+        return AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=per_coordinate)
 
     saved, loaded = make(), make()
     for _ in range(5):
@@ -206,7 +208,7 @@ def test_state_dict_round_trip(per_coordinate):
 
 
 def test_a_saved_value_is_not_shared():
-    step_size = AdaptiveStepSize(0.5, 0.8)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8)
     state = step_size.state_dict()
     step_size.update(number(1.0))
     assert state["value"] == 0.5
@@ -218,9 +220,7 @@ def test_the_kernel_completes_what_was_left_out():
     step_size.complete(0.02, 0.9)
     assert step_size() == 0.02
     assert step_size.target_acceptance == 0.9
-    step_size.complete(0.5, 0.1)
-    assert step_size() == 0.02
-    given = AdaptiveStepSize(0.3, 0.6)
+    given = AdaptiveStepSize(0.3, target_acceptance=0.6)
     given.complete(0.02, 0.9)
     assert given() == 0.3
     assert given.target_acceptance == 0.6
@@ -356,8 +356,23 @@ def test_what_does_not_move_is_no_part_of_the_spread():
 
 def test_a_kernel_serves_no_second_loss_in_other_coordinates():
     # Its step size would keep the setting of the first loss.
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    guide = model
     kernel = ULA(AdaptiveStepSize())
-    TraceSIS_ELBO(2, kernel)
-    TraceSIS_ELBO(2, kernel)
-    with pytest.raises(ValueError, match=r"coordinates='noise'.*make a kernel for each"):
-        TraceSIS_ELBO(2, kernel, coordinates="latent")
+    first, other = TraceSIS_ELBO(2, kernel), TraceSIS_ELBO(2, kernel, coordinates="latent")
+    assert kernel.step_size.per_coordinate is None  # constructors leave their arguments unchanged
+    other.loss(model, guide)
+    TraceSIS_ELBO(2, kernel, coordinates="latent").loss(model, guide)
+    with pytest.raises(ValueError, match=r"coordinates='latent'.*make a kernel for each"):
+        first.loss(model, guide)
+
+
+def test_a_step_size_serves_no_second_kernel_with_other_defaults():
+    # It has the initial value, the target and the power of the first kernel.
+    step_size = AdaptiveStepSize()
+    ULA(step_size)
+    ULA(step_size)
+    with pytest.raises(ValueError, match=r"defaults of another kernel.*a step size for each"):
+        HMC(step_size)

@@ -161,7 +161,10 @@ def test_step_sizes_stay_inside_and_find_their_way_back(log):
 
 
 def test_first_it_adapts_and_then_it_learns():
-    adaptive, same = AdaptiveStepSize(0.1, 0.8), AdaptiveStepSize(0.1, 0.8)
+    adaptive, same = (
+        AdaptiveStepSize(0.1, target_acceptance=0.8),
+        AdaptiveStepSize(0.1, target_acceptance=0.8),
+    )
     step_size = LearnedStepSize(adaptive, num_transitions=3, warmup=2)
     for _ in range(2):
         (grad,) = torch.autograd.grad(step_size.values().sum(), step_size.log_value)
@@ -180,7 +183,10 @@ def test_first_it_adapts_and_then_it_learns():
 
 
 def test_it_goes_on_adapting_where_no_optimizer_moves_it():
-    adaptive, same = AdaptiveStepSize(0.1, 0.8), AdaptiveStepSize(0.1, 0.8)
+    adaptive, same = (
+        AdaptiveStepSize(0.1, target_acceptance=0.8),
+        AdaptiveStepSize(0.1, target_acceptance=0.8),
+    )
     step_size = LearnedStepSize(adaptive, num_transitions=3, warmup=1)
     for acceptance in (0.95, 0.3, 0.6):
         step_size.update(torch.tensor(acceptance))
@@ -189,7 +195,7 @@ def test_it_goes_on_adapting_where_no_optimizer_moves_it():
 
 
 def test_a_frozen_one_does_not_count_its_steps():
-    step_size = LearnedStepSize(AdaptiveStepSize(0.1, 0.8), warmup=1).eval()
+    step_size = LearnedStepSize(AdaptiveStepSize(0.1, target_acceptance=0.8), warmup=1).eval()
     step_size.update(torch.tensor(1.0))
     assert step_size.left == 1
     assert torch.allclose(step_size(), torch.tensor(0.1))
@@ -197,7 +203,9 @@ def test_a_frozen_one_does_not_count_its_steps():
 
 def test_a_restored_one_goes_on_where_it_was():
     def make():
-        return LearnedStepSize(AdaptiveStepSize(0.1, 0.8), num_transitions=2, warmup=2)
+        return LearnedStepSize(
+            AdaptiveStepSize(0.1, target_acceptance=0.8), num_transitions=2, warmup=2
+        )
 
     saved, loaded = make(), make()
     saved.update(torch.tensor(1.0))
@@ -211,7 +219,9 @@ def test_a_restored_one_goes_on_where_it_was():
 
 def test_a_recorded_step_finds_what_was_updated_in_its_place():
     """The tensors stay the same ones, which a recorded loss reads again."""
-    step_size = LearnedStepSize(AdaptiveStepSize(0.1, 0.8, per_coordinate=True), 2, warmup=1)
+    step_size = LearnedStepSize(
+        AdaptiveStepSize(0.1, target_acceptance=0.8, per_coordinate=True), 2, warmup=1
+    )
     step_size.update(torch.tensor(0.9), torch.randn(20, 3))  # which makes one per coordinate
     before = dict(step_size.named_buffers())
     used = step_size(0)
@@ -226,7 +236,10 @@ def test_a_recorded_step_finds_what_was_updated_in_its_place():
     [
         (lambda: LearnedStepSize(torch.ones(2, 2)), "one number or one per coordinate"),
         (lambda: LearnedStepSize(0.1, 0), "num_transitions must be an int of at least 1"),
-        (lambda: LearnedStepSize(AdaptiveStepSize(), 2, 0), "warmup must be an int of at least 1"),
+        (
+            lambda: LearnedStepSize(AdaptiveStepSize(), 2, warmup=0),
+            "warmup must be an int of at least 1",
+        ),
         (lambda: LearnedMomentum(MOMENTA), "initial must be more than 0 and less than 0.999"),
         (lambda: LearnedMomentum(1.0), "initial must be more than 0 and less than 0.999, got 1.0"),
         (lambda: LearnedMomentum(0.0), "initial must be more than 0"),

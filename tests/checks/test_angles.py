@@ -1,4 +1,4 @@
-"""Angles that a guide draws on the line: told in training, refused by judges; circles are right."""
+"""Angles that a guide draws on the line: a warning in training, and an error in evaluators."""
 
 import math
 
@@ -70,9 +70,9 @@ def test_guides_on_the_line_have_none(name, caplog):
         caplog.clear()
         loss.loss(model, LINE[name])
         assert "site 'z' of the model is an angle (VonMises), whose density" in caplog.text
-    for judge in (log_evidence, report):
+    for evaluator in (log_evidence, report):
         with pytest.raises(ValueError, match=r"'z' of the model is an angle .*dist.VonMises"):
-            judge(model, LINE[name], num_particles=10)
+            evaluator(model, LINE[name], num_particles=10)
 
 
 def test_point_masses_are_no_matter(caplog):

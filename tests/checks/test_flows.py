@@ -66,9 +66,9 @@ def test_the_log_determinant_is_that_of_the_map(name):
 def test_a_flow_with_another_log_determinant_is_refused():
     flow = flows.ComposeTransform([flows.AffineTransform(0.0, 2.0), flows.sylvester(3).double()])
     model, guide = programs(flow)
-    for judge in (TraceSGVB_ELBO().loss, TraceIWAE_ELBO(3).loss, log_evidence):
+    for evaluator in (TraceSGVB_ELBO().loss, TraceIWAE_ELBO(3).loss, log_evidence):
         with pytest.raises(ValueError, match=r"site 'z' of the guide.*Sylvester\(3\).*planar"):
-            judge(model, guide)
+            evaluator(model, guide)
 
 
 def test_batch_normalization_draws_in_evaluation_mode():

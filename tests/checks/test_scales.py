@@ -1,4 +1,4 @@
-"""A poutine.scale around latents inside of the weights: no bound on the evidence."""
+"""A poutine.scale around latents inside the weights: no bound on the evidence."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ def programs(of_model, of_guide, of_data=1.0, plated=True):
     return model, guide
 
 
-def told(caplog, elbo, pair, steps=1):
+def logged(caplog, elbo, pair, steps=1):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(steps):
@@ -53,7 +53,7 @@ def told(caplog, elbo, pair, steps=1):
 @pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.tensor([0.2, 0.5, 1.0])])
 def test_annealing_runs_with_one_warning_that_says_what_the_number_is(scale, caplog):
     for make in WEIGH:
-        (message,) = told(caplog, make(), programs(scale, scale), steps=5)
+        (message,) = logged(caplog, make(), programs(scale, scale), steps=5)
         assert "not a bound on the log evidence" in message
         assert "integral of p(x | z) p(z)^0." in message
 
@@ -61,7 +61,7 @@ def test_annealing_runs_with_one_warning_that_says_what_the_number_is(scale, cap
 @pytest.mark.parametrize(("of_model", "of_guide"), [(0.5, 1.0), (1.0, 0.5), (2.0, 1.0)])
 def test_scales_of_one_program_are_told_too(of_model, of_guide, caplog):
     for make in WEIGH:
-        (message,) = told(caplog, make(), programs(of_model, of_guide), steps=3)
+        (message,) = logged(caplog, make(), programs(of_model, of_guide), steps=3)
         assert f"by {of_model:g} in the model and {of_guide:g} in the guide" in message
 
 
@@ -77,8 +77,8 @@ def test_the_number_is_the_bound_that_the_warning_says():
 
 def test_above_one_it_is_told_again(caplog):
     elbo = TraceIWAE_ELBO(3)
-    assert len(told(caplog, elbo, programs(0.5, 0.5))) == 1
-    (message,) = told(caplog, elbo, programs(4.0, 4.0))
+    assert len(logged(caplog, elbo, programs(0.5, 0.5))) == 1
+    (message,) = logged(caplog, elbo, programs(4.0, 4.0))
     assert "exists for few models only" in message
 
 
@@ -107,12 +107,12 @@ def test_chains_are_refused_at_the_step_whose_scale_is_above_one():
 def test_tempered_data_are_left_alone(caplog):
     for make in WEIGH:
         for scale in (0.3, 5.0):
-            assert not told(caplog, make(), programs(1.0, 1.0, scale))
+            assert not logged(caplog, make(), programs(1.0, 1.0, scale))
 
 
 def test_averages_are_left_alone(caplog):
     for make in (TraceSGVB_ELBO, lambda: TraceIWAE_ELBO(1), TraceRaoBlackwell_ELBO):
-        assert not told(caplog, make(), programs(4.0, 4.0))
+        assert not logged(caplog, make(), programs(4.0, 4.0))
 
 
 def test_the_elbo_of_a_beta_vae():
@@ -133,7 +133,7 @@ def test_global_latents_stay_outside_of_the_weights(caplog):
 
     pair = (lambda: program(True)), (lambda: program(False))
     for make in WEIGH:
-        assert not told(caplog, make(), pair)
+        assert not logged(caplog, make(), pair)
 
 
 def test_no_plate_is_one_weight(caplog):
@@ -144,7 +144,7 @@ def test_no_plate_is_one_weight(caplog):
             pyro.sample("x", dist.Normal(z, 1.0), obs=X[0])
 
     pair = (lambda: program(True)), (lambda: program(False))
-    assert len(told(caplog, TraceIWAE_ELBO(3), pair)) == 1
+    assert len(logged(caplog, TraceIWAE_ELBO(3), pair)) == 1
 
 
 def test_an_evidence_with_a_scaled_prior_is_refused():

@@ -72,7 +72,7 @@ NEVER = {
 
 never = pytest.mark.parametrize("name", list(NEVER))
 
-JUDGES = {
+EVALUATORS = {
     "log_evidence": lambda m, g, x: log_evidence(m, g, x, num_particles=5),
     "chains": lambda m, g, x: log_evidence(m, g, x, schedule=2, warmup=0, num_particles=5),
     "refine": lambda m, g, x: refine(m, g, x, num_samples=2, num_particles=1),
@@ -91,13 +91,13 @@ def test_guides_that_never_ran_are_refused_every_time(name):
     assert not dict(pyro.get_param_store().named_parameters())
 
 
-@in_turn(name=JUDGES, local=[False, True])
+@in_turn(name=EVALUATORS, local=[False, True])
 def test_every_judge_refuses_them(name, local):
     with pyro.settings.context(module_local_params=local):
         guide = AutoMultivariateNormal(model)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"never ran: .* call guide\(\*args\) once"):
-                JUDGES[name](model, guide, X)
+                EVALUATORS[name](model, guide, X)
     assert guide.prototype_trace is None
     assert not list(guide.parameters())
     assert guide.training
@@ -182,8 +182,8 @@ def test_guides_without_parameters_never_need_to_run():
 
     called = AutoGuideList(model)
     called.append(within)
-    for i, judge in enumerate(JUDGES.values()):
-        judge(model, (prior, known, called)[i % 3], X)
+    for i, evaluator in enumerate(EVALUATORS.values()):
+        evaluator(model, (prior, known, called)[i % 3], X)
     assert torch.allclose(log_evidence(model, known, X).log_evidence.sum(), EXACT)
 
 
@@ -221,7 +221,7 @@ def test_models_begin_where_they_like():
 
 
 def test_a_guide_that_another_one_holds_may_wait():
-    """Only what ran counts: guides that lie beside the judged one need not."""
+    """Only what ran counts: guides that lie beside the evaluated one need not."""
 
     class Pair:
         def __init__(self):

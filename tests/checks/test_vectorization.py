@@ -219,7 +219,7 @@ def test_other_decisions_are(name):
 @pytest.mark.parametrize("size", [None, 3], ids=["all data", "minibatch"])
 @pytest.mark.parametrize("with_global", [False, True], ids=["local", "global"])
 def test_the_comparison_is_made_on_one_minibatch(with_global, size, caplog):
-    """Which each run would draw anew: other data have other densities, as noise has."""
+    """Which each run would draw again: other data have other densities, as noise has."""
     x = torch.randn(12, 2)
 
     def program(observe, dim):

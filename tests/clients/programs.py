@@ -1,4 +1,4 @@
-"""Pyro's examples written anew in small: each a pair of programs, its data, and a judge's bound."""
+"""Pyro's examples in small: for each a model, a guide, data, and the bound of an evaluator."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def arguments(name, example, loss):
     return example.data if whole else (*example.data, example.batch_size)
 
 
-def judged(example, count=20):
+def evaluated(example, count=20):
     """One bound for all on the full data, with its standard error."""
     pyro.set_rng_seed(1)
     elbo = TraceIWAE_ELBO(10)
@@ -51,10 +51,10 @@ def train(name, elbo, loss, num_steps=50):
 def baseline(name, with_minibatches):
     """What as many steps of Pyro's loss gain, and where they end."""
     untrained = started(name)
-    before, _ = judged(untrained)
+    before, _ = evaluated(untrained)
     elbo = TraceEnum_ELBO if untrained.enumerated else Trace_ELBO
     example, _ = train(name, elbo(), "sgvb" if with_minibatches else "sis")
-    after, error = judged(example)
+    after, error = evaluated(example)
     return after, error, after - before
 
 
@@ -66,7 +66,7 @@ def test_every_loss_fits_what_pyros_loss_fits(name, loss):
     expected, other_error, gain = baseline(name, loss not in CHAINS)
     example, losses = train(name, LOSSES[loss](), loss)
     assert torch.tensor(losses).isfinite().all()
-    result, error = judged(example)
+    result, error = evaluated(example)
     # Noise of the training moves both ends; a tenth of what was gained.
     assert result > expected - 4 * (error**2 + other_error**2).sqrt() - 0.1 * gain.abs()
     assert result > expected - 0.9 * gain

@@ -64,7 +64,7 @@ def topics_of(model):
 
 
 def bound_of(model, count=10):
-    """Of a cell, by one judge for all: Pyro's ELBO on all cells, with its error."""
+    """Of a cell, by one evaluator for all: Pyro's ELBO on all cells, with its error."""
     x = torch.tensor(simulated()[0])
     programs = model.module.model, model.module.guide
     bounds = [-Trace_ELBO().loss(*programs, x, x.sum(1), n_obs=CELLS) for _ in range(count)]

@@ -6,8 +6,10 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 import torch._inductor.config
@@ -15,14 +17,13 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 from torch._inductor import codecache
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.compiled import backends
 from pyro_mcvae.compiled import backends as kernels
 from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.guards import trace
+from pyro_mcvae.compiled.tracer import trace
 from tests.compiled.programs import Net, batches, make, train
 
 
@@ -70,7 +71,7 @@ RUNS: dict[str, tuple[Callable[[list[Tensor], int], list[Tensor]], str]] = {
 def test_compiled_kernels_are_compared_with_the_recording(kind: str) -> None:
     change, wrong = RUNS[kind]
     x, calls = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float32), itertools.count(1)
-    graph = trace(_noisy, [x])
+    graph, *_ = as_function(*trace(_noisy, [x]))
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match=wrong) if wrong else contextlib.nullcontext():
         check_kernels(lambda x: change(graph(x), next(calls)), graph, [x])
@@ -80,7 +81,7 @@ def test_compiled_kernels_are_compared_with_the_recording(kind: str) -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.dtype) -> None:
     x = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float32)
-    graph = trace(lambda x: [x.to(kind).exp().float()], [x])
+    graph, *_ = as_function(*trace(lambda x: [x.to(kind).exp().float()], [x]))
     passes = contextlib.nullcontext() if kind == torch.bfloat16 else pytest.raises(RuntimeError)
     with passes:
         check_kernels(lambda x: [graph(x)[0] * 1.05], graph, [x])
@@ -89,12 +90,13 @@ def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_an_output_is_compared_on_the_scale_of_its_own_entries(dtype: torch.dtype) -> None:
     x = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
-    graph = trace(lambda x: [x * 1e5, x * 1e-9, x.log()], [x])  # log of a negative number is NaN
+    # The logarithm of a negative number is NaN.
+    graph, *_ = as_function(*trace(lambda x: [x * 1e5, x * 1e-9, x.log()], [x]))
     check_kernels(graph, graph, [x])
     for output in range(3):
 
         def run(x: Tensor, output: int = output) -> list[Tensor]:
-            result: list[Tensor] = graph(x)
+            result = list(graph(x))
             result[output] = result[output] + result[output].nansum() * 1e-3
             return result
 
@@ -113,7 +115,7 @@ def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -
         terms = x * slope
         return [chaotic, torch.cat([terms, -terms.flip(0)]).sum()]
 
-    graph, constants, _ = as_function(trace(function, [x]))
+    graph, constants, _ = as_function(*trace(function, [x]))
     graph = GraphModule(nn.Module(), graph.graph)
     order = torch.randperm(len(x))
 
@@ -175,10 +177,11 @@ def test_kernels_of_several_graphs_are_compiled_together(
         lambda *args: alone.append(args) or load(*args),
     )
     x = torch.randn(20, 30)
-    graphs = [
-        make_fx(lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)])(x),
-        make_fx(lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)])(x),
+    functions = [
+        lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)],
+        lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)],
     ]
+    graphs = [GraphModule(nn.Module(), trace(function, [x])[0]) for function in functions]
     expected = [graph(x) for graph in graphs]
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         with kernels.in_one_file():
@@ -203,3 +206,41 @@ def test_on_a_gpu(options: dict[str, str]) -> None:
     losses = [svi.step(x.to("cuda", torch.float32)) for x in batches(60)]
     assert all(map(math.isfinite, losses))
     assert sum(losses[-20:]) < sum(losses[:20])
+
+
+def _same_memory(graph: GraphModule, example: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Writes the results of each call to the memory of the first, as CUDA graphs do."""
+    kept: list[Tensor] = []
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        results = graph(*inputs)
+        kept.extend(r.clone() for r in results[len(kept) :])
+        for memory, result in zip(kept, results, strict=True):
+            memory.copy_(result)
+        return kept
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["eager", _same_memory], ids=["eager", "same memory"])
+def test_gradients_add_up_and_weights_stay(backend: Any) -> None:
+    def model() -> None:
+        pyro.sample(
+            "x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.ones(())
+        )
+
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))
+
+    total, weights = {}, {}
+    for loss in (TraceSIS_ELBO(2), CompiledELBO(TraceSIS_ELBO(2), backend=backend)):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        weights[loss] = []
+        for _ in range(12):
+            loss.loss_and_grads(model, guide)
+            weights[loss].append(loss.last_step.log_weight)
+        total[loss] = pyro.param("loc").unconstrained().grad
+    (plain, compiled), (expected, actual) = total.values(), weights.values()
+    torch.testing.assert_close(compiled, plain)
+    torch.testing.assert_close(torch.stack(actual), torch.stack(expected))

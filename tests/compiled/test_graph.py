@@ -8,12 +8,11 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO
 from pyro_mcvae.compiled.graph import as_function, owns_outputs
-from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.recording import Call, record
+from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.programs.outside_values import ExecutedCode
 from tests.compiled.programs import uses
 
@@ -92,9 +91,9 @@ SIMPLIFIED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("kind", SIMPLIFIED)
 def test_a_graph_has_the_values_of_its_function_with_fewer_operations(kind: str) -> None:
     function, fewer = SIMPLIFIED[kind]
-    recorded = trace(lambda x: [function(x)], [x])
-    before = sum(node.op == "call_function" for node in recorded.graph.nodes)
-    graph, constants, _ = as_function(recorded)
+    recorded, constants = trace(lambda x: [function(x)], [x])
+    before = sum(node.op == "call_function" for node in recorded.nodes)
+    graph, constants, _ = as_function(recorded, constants)
     after = sum(node.op == "call_function" for node in graph.graph.nodes)
     for value in (x, x - 0.7):
         torch.manual_seed(0)
@@ -118,7 +117,7 @@ OWNED: dict[str, tuple[Callable[[Tensor], list[Tensor]], bool]] = {
 @pytest.mark.parametrize("kind", OWNED)
 def test_who_owns_what_a_graph_returns(kind: str) -> None:
     function, expected = OWNED[kind]
-    assert owns_outputs(make_fx(function)(x.clone()).graph) is expected
+    assert owns_outputs(trace(function, [x.clone()])[0]) is expected
 
 
 def test_gradients_share_no_memory_with_each_other_or_with_data() -> None:

@@ -25,8 +25,8 @@ from pyro_mcvae import (
 from pyro_mcvae.compiled import backends
 from pyro_mcvae.compiled.backends import quick, same_bits
 from pyro_mcvae.compiled.graph import as_function, join_parts
-from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.repeats import Outline, outline
+from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.ops.tensors import Generators
 from tests.compiled.programs import Net, batches, make, reasons
 
@@ -34,7 +34,7 @@ Function = Callable[..., list[Tensor]]
 
 
 def recorded(function: Function, *inputs: Tensor) -> tuple[GraphModule, list[Tensor]]:
-    graph, constants, _ = as_function(trace(function, list(inputs)))
+    graph, constants, _ = as_function(*trace(function, list(inputs)))
     return graph, [*(c.detach() for c in constants), *inputs]
 
 

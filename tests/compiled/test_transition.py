@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, refine
 from pyro_mcvae.chains.annealing import anneal, evaluator
 from pyro_mcvae.compiled.graph import as_function, split_off
-from pyro_mcvae.compiled.guards import trace
+from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.evaluation import options as annealing
 
@@ -155,7 +155,7 @@ def test_what_depends_on_fixed_constants_is_computed_once_and_nothing_else() -> 
         return [x * fixed.exp().log1p() + moving.exp() * ones + torch.randn_like(fixed)]
 
     x = torch.tensor([0.5, -1.0])
-    graph, constants, _ = as_function(trace(function, [x]))
+    graph, constants, _ = as_function(*trace(function, [x]))
     before = sum(node.op == "call_function" for node in graph.graph.nodes)
     prepare, graph = split_off(graph.graph, [c is not moving for c in constants])
     assert sum(node.op == "call_function" for node in graph.graph.nodes) < before

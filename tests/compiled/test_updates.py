@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.guards import trace
+from pyro_mcvae.compiled.tracer import trace
 
 index = torch.tensor([2, 0])
 Write = Callable[[Tensor, Tensor], Tensor]
@@ -60,7 +60,7 @@ def test_updates_are_outputs_of_the_graph(kind: str) -> None:
     write, by_rows = WRITES[kind]
     held = torch.arange(16.0).reshape(4, 4)
     x = torch.arange(8.0).reshape(2, 4)
-    graph, constants, (update,) = as_function(trace(lambda x: [write(held, x)], [x]))
+    graph, constants, (update,) = as_function(*trace(lambda x: [write(held, x)], [x]))
     assert update.rows is by_rows
     assert constants[update.constant] is held
     x = x + 0.5

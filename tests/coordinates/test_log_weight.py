@@ -122,7 +122,7 @@ def assert_by_hand(example, evaluation, result=None, **options):
 
 
 def in_order(example, evaluation, totals):
-    """The totals in the order of the sample's blocks, told apart by a latent of each."""
+    """The totals in the order of the sample's blocks, distinguished by a latent of each."""
     sample = evaluation.sample
     order = {}
     for key, b in sample.block_of[0].items():

@@ -132,7 +132,7 @@ def test_gradients_pass_both_ways():
 
 
 def test_empty_events_take_no_place():
-    # Those of dist.Unit; their leading size cannot be told from their number of entries.
+    # Those of dist.Unit; their leading size cannot be derived from their number of entries.
     kind = torch.float64
     sites = {
         "u": SiteShape(0, (3,), (0,), kind),

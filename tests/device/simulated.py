@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from pyro_mcvae.compiled import recording
@@ -301,7 +300,6 @@ def simulated_device() -> Iterator[torch.device]:
         # What is told from subclasses that carry more than values; recordings, too, take apart
         # the subclasses that they do not know.
         plain = (
-            (proxy_tensor, "HANDLED_TYPES", (*proxy_tensor.HANDLED_TYPES, SimulatedTensor)),
             (recording, "_TENSORS", (*recording._TENSORS, SimulatedTensor)),
             (recording, "_LEAVES", {*recording._LEAVES, SimulatedTensor}),
             (smoothing, "_PLAIN", (*smoothing._PLAIN, SimulatedTensor)),

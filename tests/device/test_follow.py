@@ -138,7 +138,7 @@ def test_under_autocast(name, dtype, device):
 
 @objectives
 def test_modules_in_bfloat16(name, device):
-    """Densities are computed in single precision, whatever the modules are in."""
+    """Densities are computed in single precision, for modules of any precision."""
     torch.set_default_dtype(torch.float32)
     make, programs = OBJECTIVES[name]
     losses = []

@@ -8,7 +8,7 @@ import pytest
 import pyro_mcvae
 
 NAMES = sorted(pyro_mcvae.__all__)
-# Functions that judge share the arguments of log_evidence, and say so.
+# Evaluators share the arguments of log_evidence, and their docstrings say so.
 SHARED = set(inspect.signature(pyro_mcvae.log_evidence).parameters)
 
 

@@ -1,4 +1,4 @@
-"""The public names of every exported class: those that users are told of, and no others."""
+"""The public names of every exported class: those that the docs describe, and no others."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ STATE = {
     "ScoreNetwork": {"drift", "hidden", "inputs", "time"},
     "SigmoidSchedule": {"log_slope"},
 }
-# What learned parts of an objective are called in Pyro's parameter store, and what other rooms ask.
+# Attributes of learned parts of an objective, and attributes that other subpackages read.
 PARTS = {"param_name", "packing", "plan", "plain", "slots"}
 # Arguments that a class takes from its base, whose docstring has them, or that are one of its own.
 INHERITED = {
@@ -65,8 +65,8 @@ def explained(cls: type, name: str) -> bool:
         return True
     result = [vars(base)[name] for base in ours(cls) if name in vars(base)]
     kinds = (property, classmethod, staticmethod)
-    told = [v for v in result if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
-    return any(inspect.getdoc(v) for v in told)
+    described = [v for v in result if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
+    return any(inspect.getdoc(v) for v in described)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -87,3 +87,24 @@ def test_the_names_of_a_class_are_found() -> None:
     result = public(pyro_mcvae.TruncatedPosterior)
     assert {"fit", "for_data", "posterior", "evolution", "num_states"} <= result
     assert not result & {"begin", "evaluate", "search", "synchronize", "store", "named_parameters"}
+
+
+# Exports with more than one argument that is clear without its name.
+POSITIONAL = {
+    **dict.fromkeys(["compare", "log_evidence", "refine", "report", "sandwich"], 2),
+    **dict.fromkeys(["load_checkpoint", "save_checkpoint", "RankBatches", "Proposal"], 2),
+    **dict.fromkeys(["MonteCarloEM", "TraceAIS_ELBO", "TraceSIS_ELBO", "TruncatedPosterior"], 2),
+    **dict.fromkeys(["LearnedMomentum", "LearnedStepSize", "TraceRaoBlackwell_ELBO"], 2),
+    **dict.fromkeys(["CompiledELBO", "TraceRenyi_ELBO"], 2),
+    **dict.fromkeys(["Estimate", "EvolutionaryUpdate", "local_estimate"], 3),
+    "Noise": 5,
+}
+
+
+@pytest.mark.parametrize("name", sorted(pyro_mcvae.__all__))
+def test_other_arguments_are_keywords(name: str) -> None:
+    """So that a call can be read without the signature, and arguments can be added in any order."""
+    parameters = inspect.signature(getattr(pyro_mcvae, name)).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    by_position = [p.name for p in parameters if p.kind in kinds]
+    assert len(by_position) <= POSITIONAL.get(name, 1), by_position

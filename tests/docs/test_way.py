@@ -46,8 +46,8 @@ def test_a_step_goes_the_way_of_the_picture():
 
 
 def test_the_picture_has_every_room_of_the_way():
-    rooms = {file.split("/")[0] for file, _ in LINE.findall(PICTURE)}
-    assert rooms == {file.split("/")[0] for file, _ in way()} - {"ops"}
+    subpackages = {file.split("/")[0] for file, _ in LINE.findall(PICTURE)}
+    assert subpackages == {file.split("/")[0] for file, _ in way()} - {"ops"}
 
 
 @pytest.mark.parametrize(("objective", "most"), [("SIS-5, ULA", 1627), ("SIS-5", 1665)])

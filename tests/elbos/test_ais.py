@@ -133,7 +133,7 @@ def test_kernels_that_do_not_leave_their_target_invariant_are_refused(kernel):
 
 @pytest.mark.parametrize(("multi_sample", "vectorize"), [(False, True), (True, False)])
 def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize):
-    """Under one seed, value and gradient, whatever the kernel."""
+    """Under one seed, value and gradient, for every kernel."""
     exact = ConjugateGaussian(N=6, subsample_size=3)
     options = {"vectorize_particles": vectorize, "max_plate_nesting": 1}
     ais = TraceAIS_ELBO(1, MALA(0.3), num_particles=3, multi_sample=multi_sample, **options)

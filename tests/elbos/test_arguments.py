@@ -170,17 +170,17 @@ FEWER = [  # no plate, one in the plate, an event of one, and no event
 
 
 @pytest.mark.parametrize(
-    ("wanted", "drawn", "judge", "validate"),
+    ("wanted", "drawn", "evaluator", "validate"),
     [
-        (*FEWER[(i + k) % 4], judge, bool(i % 2))
-        for i, judge in enumerate([*(loss().loss for loss in LOSSES), log_evidence])
+        (*FEWER[(i + k) % 4], evaluator, bool(i % 2))
+        for i, evaluator in enumerate([*(loss().loss for loss in LOSSES), log_evidence])
         for k in (0, 1)
     ],
 )
-def test_a_draw_is_not_broadcast_over_the_latents_of_the_model(wanted, drawn, judge, validate):
+def test_a_draw_is_not_broadcast_over_the_latents_of_the_model(wanted, drawn, evaluator, validate):
     # One draw would be scored as three latents, with one density of its own.
     with pyro.validation_enabled(validate), pytest.raises(ValueError, match="disagree at site 'z'"):
-        judge(lambda: three(*wanted), lambda: one(*drawn))
+        evaluator(lambda: three(*wanted), lambda: one(*drawn))
 
 
 @pytest.mark.parametrize("particles", [1, 2])

@@ -66,8 +66,8 @@ def test_every_objective_has_value_and_gradient_of_the_elbo_and_says_so_once(nam
             pyro.param("loc").grad.zero_()
     assert_mean(torch.tensor(values), exact(X))
     assert_mean(torch.stack(slopes), -((X - 0.3).sum() - 0.3))
-    (told,) = [r.getMessage() for r in caplog.records if "averaged" in r.getMessage()]
-    assert "plate 'data' (5 of 20) depend on the guide's 'w' outside" in told
+    (message,) = [r.getMessage() for r in caplog.records if "averaged" in r.getMessage()]
+    assert "plate 'data' (5 of 20) depend on the guide's 'w' outside" in message
 
 
 @pytest.mark.parametrize("name", ["sis", "ais"])

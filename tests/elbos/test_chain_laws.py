@@ -123,7 +123,7 @@ def test_step_sizes_adapt_by_what_moves(cls):
     def step_sizes(count):
         kernel = (ULA if cls is TraceSIS_ELBO else MALA)(0.2)
         elbo = cls(4, kernel, num_particles=500, coordinates="latent", max_plate_nesting=1)
-        elbo.kernel.step_size = AdaptiveStepSize(0.2, 0.8, per_coordinate=True)
+        elbo.kernel.step_size = AdaptiveStepSize(0.2, target_acceptance=0.8, per_coordinate=True)
         elbo.loss_and_grads(*programs(count))
         return elbo.last_step.acceptance, elbo.kernel.step_size()
 

@@ -1,4 +1,4 @@
-"""Kernels, schedules and step sizes of one's own, and what becomes of them in training."""
+"""Custom kernels, schedules and step sizes in training."""
 
 import pyro
 import pyro.distributions as dist
@@ -54,7 +54,7 @@ class Scaled(Schedule):
     ("cls", "kernel"), [(TraceAIS_ELBO, lambda: MALA(0.2)), (TraceSIS_ELBO, lambda: ULA(0.1))]
 )
 def test_a_schedule_that_leaves_one_estimates_the_evidence(cls, kernel, scale):
-    """E exp W = p(x), whatever lies between the ends: 4.5 standard errors."""
+    """E exp W = p(x), for any values between the ends: 4.5 standard errors."""
     elbo = cls(kernel=kernel(), schedule=Scaled(4), num_particles=4000)
     elbo.schedule.scale.data.fill_(scale)
     model, guide, x = programs()

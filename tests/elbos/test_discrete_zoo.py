@@ -64,7 +64,7 @@ def scaled_by_datum(p):
 
 
 def members_of_turns(p):
-    """A plate inside of each element of a sequential one."""
+    """A plate inside each element of a sequential one."""
     for i in pyro.plate("groups", 2):
         a = bernoulli(f"a{i}", param("pa") if p else param("qa", 2)[i])
         with pyro.plate(f"members{i}", 2):

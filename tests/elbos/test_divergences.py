@@ -158,7 +158,7 @@ def test_a_category_that_neither_program_has_does_not_count(family):
 
 @pytest.mark.parametrize("validate", [True, False])
 def test_an_infinite_divergence_names_the_site_and_the_remedy(validate):
-    # Whatever is drawn: most draws of this guide are positive.
+    # For all draws: most draws of this guide are positive.
     def model():
         with pyro.plate("data", 2):
             z = pyro.sample("z", dist.Gamma(2.0, 1.0))

@@ -123,7 +123,7 @@ def test_global_latent_drawn_once_with_discrete_local_ones(size, vectorize):
 @modes
 @pytest.mark.parametrize("size", [None, 3])
 def test_exact_local_posteriors_leave_the_bound_of_the_global_latent(size, vectorize):
-    """At each draw of it, whatever the local latents."""
+    """At each draw of it, for any local latents."""
     exact = HierarchicalGaussian(N=6, subsample_size=size)
     exact.set_guide("conditional")
     elbo = TraceIWAE_ELBO(4, vectorize_particles=vectorize)
@@ -556,7 +556,7 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
 @pytest.mark.parametrize("estimator", ["stl", "dreg", "vimco", "auto"])
 def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
     # No draw depends on it, so that one seed has one gradient; what takes the score of log q out
-    # took its scale's gradient out as well, 87.7 in the place of 6.2 in sixty data.
+    # took its scale's gradient out as well, 87.7 instead of 6.2 in sixty data.
     x, result = torch.tensor([0.5, 1.5, -1.0]), []
 
     def latent(loc, s):

@@ -100,7 +100,7 @@ def test_a_trained_objective_is_pickled():
 
 
 def trained(initial=None, warmup=20, num_steps=3, **options):
-    step_size = LearnedStepSize(AdaptiveStepSize(initial), num_steps, warmup)
+    step_size = LearnedStepSize(AdaptiveStepSize(initial), num_steps, warmup=warmup)
     return TraceSIS_ELBO(
         kernel=UnderdampedLangevin(step_size, momentum=LearnedMomentum(0.9, num_steps)),
         schedule=LearnedSchedule(num_steps),
@@ -202,7 +202,7 @@ def test_every_parameter_of_every_transition_trains(interface):
             module().backward()
             optimizer.step()
     moved = {name: p != before[name] for name, p in loss.named_parameters()}
-    # A chain's first momentum is drawn anew.
+    # A chain's first momentum is drawn again.
     assert not moved["kernel.momentum.logit"][0]
     assert moved["kernel.momentum.logit"][1:].all()
     assert moved["kernel.step_size.log_value"].all()

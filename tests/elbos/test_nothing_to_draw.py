@@ -1,4 +1,4 @@
-"""Models whose only latents are summed: every objective and judge has the exact evidence."""
+"""Models whose only latents are summed: every objective and evaluator has the exact evidence."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A distribution of one's own that says neither its support nor how it is expanded."""
+"""A custom distribution without a support and an expand method."""
 
 import math
 

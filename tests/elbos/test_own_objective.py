@@ -1,4 +1,4 @@
-"""Objectives of one's own, written as docs/extend.md says: what they need not think of is done."""
+"""Custom objectives, written as in docs/extend.md: the base class does the rest."""
 
 import math
 

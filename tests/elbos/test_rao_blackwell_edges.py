@@ -190,7 +190,7 @@ def test_gumbel_softmax_trains(hard):
             pyro.sample("y", dist.OneHotCategorical(logits=param("q", 2, 3)))
             pyro.sample("b", dist.Bernoulli(logits=param("beta", 2)))
 
-    elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5, hard), entropy="exact")
+    elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5, hard=hard), entropy="exact")
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
     for _ in range(200):
         svi.step()

@@ -177,8 +177,8 @@ def test_a_loop_is_told_once(caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             elbo.loss(program.model, program.guide)
-    told = [r.getMessage() for r in caplog.records if "summed jointly" in r.getMessage()]
-    assert len(told) == 1, told
+    logged = [r.getMessage() for r in caplog.records if "summed jointly" in r.getMessage()]
+    assert len(logged) == 1, logged
 
 
 @pytest.mark.parametrize(("name", "count"), [("gru", 1), ("gru", ALL), ("softmax", 1)])
@@ -187,10 +187,10 @@ def test_an_entropy_at_slots_in_rows_is_told_once_for_each_site(name, count, cap
     elbo = TraceRaoBlackwell_ELBO(count, entropy="exact")
     for _ in range(2):
         elbo.loss(program.model, program.guide)
-    told = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
+    logged = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
     # The sum over all values has it exactly.
-    assert len(told) == (name == "gru" and count == 1), told
-    assert all("'y'" in t and "rows" in t for t in told)
+    assert len(logged) == (name == "gru" and count == 1), logged
+    assert all("'y'" in t and "rows" in t for t in logged)
 
 
 @pytest.mark.parametrize("kind", ["poisson", "masked", "plain"])
@@ -206,9 +206,9 @@ def test_an_entropy_without_closed_form_is_told_once(kind, caplog):
     elbo = TraceRaoBlackwell_ELBO(1, entropy="exact")
     for _ in range(2):
         elbo.loss_and_grads(lambda: program(False), lambda: program(True))
-    told = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
-    assert len(told) == (kind != "plain"), told
-    assert all("'z'" in t and "closed form" in t for t in told)
+    logged = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
+    assert len(logged) == (kind != "plain"), logged
+    assert all("'z'" in t and "closed form" in t for t in logged)
 
 
 def test_training_by_svi():

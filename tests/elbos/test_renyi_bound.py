@@ -49,7 +49,7 @@ def test_gradient_is_exact_for_a_discrete_guide(size, alpha):
 def test_an_exact_guide_has_no_gradient_noise(estimator, alpha):
     exact = ConjugateGaussian(N=10)
     exact.set_guide("exact")
-    elbo = TraceRenyi_ELBO(alpha, 3, estimator)
+    elbo = TraceRenyi_ELBO(alpha, 3, gradient_estimator=estimator)
     for samples in gradients(elbo, exact, 3).values():
         assert (samples.abs() < 1e-9).all()
 
@@ -68,7 +68,7 @@ def test_full_data_with_one_weight_are_those_of_pyro(alpha):
         pyro.sample("z", dist.Normal(loc, 0.8))
 
     results = []
-    for elbo in (TraceRenyi_ELBO(alpha, 5, "reparam"), RenyiELBO(alpha, 5)):
+    for elbo in (TraceRenyi_ELBO(alpha, 5, gradient_estimator="reparam"), RenyiELBO(alpha, 5)):
         elbo.loss(model, guide)  # ours finds out about the programs
         pyro.set_rng_seed(1)
         loss = elbo.loss_and_grads(model, guide)

@@ -495,7 +495,7 @@ def test_a_later_analysis_of_the_programs_draws_nothing(monkeypatch):
     "cls", [TraceSIS_ELBO, pytest.param(TraceAIS_ELBO, marks=pytest.mark.slow)]
 )
 def test_minibatches_that_share_other_sites_are_run_as_by_a_new_loss(cls):
-    """What lies in one weight where a plate is whole is outside of the weights on a minibatch."""
+    """What lies in one weight where a plate is whole is outside the weights on a minibatch."""
 
     def model(*sizes):
         with (plates := nested(*sizes))[0]:
@@ -578,7 +578,7 @@ def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
 )
 def test_what_weighs_less_was_drawn_all_the_same(cls, kernel, scale, mask):
     r"""
-    Chains begin at the density of the draws, whatever scale and mask they are weighed with: the
+    Chains begin at the density of the draws, for any scale and mask of their weight: the
     mean of :math:`\exp W` is that of the weight over the guide's draws.
     """
     x, slope = torch.full((6000,), 1.3), torch.tensor([2.5, -1.0, 0.5])

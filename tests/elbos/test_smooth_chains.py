@@ -208,7 +208,7 @@ def test_recorded_steps_are_smoothed():
         assert torch.allclose(a, b, rtol=1e-6)
 
 
-def told(caplog):
+def logged(caplog):
     return [r.getMessage() for r in caplog.records if "jumps at" in r.getMessage()]
 
 
@@ -217,7 +217,7 @@ def test_names_the_module_once(caplog):
     elbo = TraceSIS_ELBO(3)
     for _ in range(3):
         one_step(elbo, *parts)
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert "nn.ReLU at Sequential.1" in message
     assert message.index("nn.GELU") < message.index("TraceIWAE_ELBO")
     assert "biased" not in message
@@ -226,7 +226,7 @@ def test_names_the_module_once(caplog):
 def test_names_the_line_of_a_function(caplog):
     _, model, guide, x = network(lambda: _Function(lambda h: torch.relu(h)))
     TraceAIS_ELBO(3).loss_and_grads(model, guide, x)
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert f"relu at {__file__}:" in message
 
 
@@ -234,7 +234,7 @@ def test_an_estimator_that_is_chosen_is_kept(caplog):
     parts = network()
     elbo = TraceSIS_ELBO(3, gradient_estimator="reparam")
     one_step(elbo, *parts)
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert "nn.ReLU at Sequential.1" in message
     assert "gradient of this objective is biased" in message
     assert "gradient_estimator='auto'" in message
@@ -273,7 +273,7 @@ def test_what_cannot_be_smoothed_is_named(name, caplog):
     torch.set_default_dtype(torch.float32)
     _, model, guide, x = network(lambda: _Function(ROUGH[name]), num=100)
     TraceSIS_ELBO(3).loss_and_grads(model, guide, x)
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert name in message
     assert "gradient of this objective is biased" in message
 
@@ -313,7 +313,7 @@ def test_stiff_and_smooth_programs_are_not_warned_of(name, caplog):
 
     elbo = TraceAIS_ELBO(2, kernel=MALA(0.3)) if list(STIFF).index(name) % 2 else TraceSIS_ELBO(2)
     elbo.loss(model, guide, x)
-    assert not told(caplog)
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -333,7 +333,7 @@ def test_the_rounding_of_a_gradient_of_zero_is_no_jump(dtype, caplog):
 
     for elbo in (TraceSIS_ELBO(2), TraceAIS_ELBO(2, MALA(0.05), coordinates="latent")):
         elbo.loss(model, guide, x)
-    assert not told(caplog)
+    assert not logged(caplog)
 
 
 def test_a_kink_of_the_likelihood_is_smoothed(caplog):
@@ -350,7 +350,7 @@ def test_a_kink_of_the_likelihood_is_smoothed(caplog):
             pyro.sample("z", dist.Normal(torch.zeros(len(x)), 0.6))
 
     TraceSIS_ELBO(2).loss(model, guide, torch.rand(50))
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert "abs at" in message
     assert "laplace.py" in message
 
@@ -403,7 +403,7 @@ def test_mapped_and_looped_programs_are_smoothed(vectorize, caplog):
     decoder, model, guide, x = network(lambda: _Function(lambda h: torch.relu(h).softmax(1)))
     elbo = TraceSIS_ELBO(2, num_particles=3, vectorize_particles=vectorize)
     one_step(elbo, decoder, model, guide, x)
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert "relu at" in message
     assert "biased" not in message
 
@@ -423,6 +423,6 @@ def test_a_structured_guide_is_smoothed(caplog):
             pyro.sample("b", dist.Normal(torch.relu(a), 0.5))
 
     TraceSIS_ELBO(2).loss_and_grads(model, guide, torch.rand(30))
-    (message,) = told(caplog)
+    (message,) = logged(caplog)
     assert f"relu at {__file__}:" in message
     assert "biased" not in message

@@ -40,13 +40,15 @@ def guide(x):
         pyro.sample("z", dist.Normal(x / 2, 0.8))
 
 
-JUDGES = {
+EVALUATORS = {
     log_evidence: log_evidence,
     refine: refine,
     report: report,
     sandwich: sandwich,
 }
-judges = pytest.mark.parametrize("judge", list(JUDGES.values()), ids=[f.__name__ for f in JUDGES])
+evaluators = pytest.mark.parametrize(
+    "evaluator", list(EVALUATORS.values()), ids=[f.__name__ for f in EVALUATORS]
+)
 
 COUNTS = ["5", None, -1, NAN, 2.5, True, torch.tensor([1, 2]), [3]]
 FLAGS = ["yes", 2, NAN, torch.tensor([True, False])]
@@ -83,7 +85,7 @@ def shown(value):
     return repr(value)[:8]
 
 
-@pytest.mark.parametrize("function", list(JUDGES), ids=[f.__name__ for f in JUDGES])
+@pytest.mark.parametrize("function", list(EVALUATORS), ids=[f.__name__ for f in EVALUATORS])
 def test_a_wrong_value_is_named(function):
     own = inspect.signature(function).parameters
     shared = Options.__dataclass_fields__
@@ -92,7 +94,7 @@ def test_a_wrong_value_is_named(function):
             continue
         for value in values:
             with pytest.raises(ValueError, match=message) as error:
-                JUDGES[function](model, guide, X, **{name: value})
+                EVALUATORS[function](model, guide, X, **{name: value})
             assert shown(value) in str(error.value), (name, value)
 
 
@@ -112,12 +114,12 @@ def test_a_wrong_value_is_named(function):
     ],
 )
 def test_schedules_that_are_none(schedule, message):
-    for judge in (log_evidence, refine, report, sandwich):
+    for evaluator in (log_evidence, refine, report, sandwich):
         with pytest.raises(ValueError, match=message):
-            judge(model, guide, X, schedule=schedule)
+            evaluator(model, guide, X, schedule=schedule)
 
 
-@judges
+@evaluators
 @pytest.mark.parametrize(
     ("wrong", "role"),
     [
@@ -130,16 +132,16 @@ def test_schedules_that_are_none(schedule, message):
     ],
     ids=["no model", "no guide", "a string", "a class", "an objective", "an SVI"],
 )
-def test_what_is_no_program(judge, wrong, role):
+def test_what_is_no_program(evaluator, wrong, role):
     with pytest.raises(ValueError, match=f"the {role} must be a Pyro program"):
-        judge(*wrong, X)
+        evaluator(*wrong, X)
 
 
-@judges
+@evaluators
 @pytest.mark.filterwarnings("ignore:Found:UserWarning")  # Pyro's, of the same thing
-def test_programs_in_the_wrong_places(judge):
+def test_programs_in_the_wrong_places(evaluator):
     with pytest.raises(ValueError, match="guide observes site 'x': pass the model first"):
-        judge(guide, model, X)
+        evaluator(guide, model, X)
 
 
 def test_a_model_that_observes_nothing_is_reported(caplog):
@@ -163,7 +165,7 @@ def bernoulli(probability, obs):
 
 
 @pytest.mark.parametrize(
-    ("judge", "options"),
+    ("evaluator", "options"),
     [
         (log_evidence, {"schedule": 2}),
         (log_evidence, {"kernel": HMC()}),
@@ -173,10 +175,10 @@ def bernoulli(probability, obs):
         (sandwich, {}),
     ],
 )
-def test_discrete_latents_have_a_remedy_that_applies(judge, options):
+def test_discrete_latents_have_a_remedy_that_applies(evaluator, options):
     remedy = r"leave out schedule, kernel and num_transitions \(.*sandwich.*: use log_evidence\)"
     with pytest.raises(ValueError, match=rf"the guide's site 'k' is discrete: {remedy}"):
-        judge(bernoulli(0.3, True), bernoulli(0.5, False), X, **options)
+        evaluator(bernoulli(0.3, True), bernoulli(0.5, False), X, **options)
 
 
 def no_plate(obs):
@@ -188,17 +190,17 @@ def no_plate(obs):
     return program
 
 
-@judges
+@evaluators
 @pytest.mark.parametrize(
     ("model", "guide"),
     [(no_plate(True), no_plate(False)), (model, no_plate(False)), (no_plate(True), guide)],
     ids=["both", "guide", "model"],
 )
 @pytest.mark.filterwarnings("ignore:Found plate:UserWarning")  # Pyro's, of the same thing
-def test_a_missing_plate_names_the_site(judge, model, guide):
+def test_a_missing_plate_names_the_site(evaluator, model, guide):
     """With validation off its dims are summed: ``tests/elbos/test_undeclared_dims.py``."""
     with pytest.raises(ValueError, match=r"(at |)site ['\"][xz]['\"](.|\n)*pyro.plate"):
-        judge(model, guide, X)
+        evaluator(model, guide, X)
 
 
 def test_functions_that_make_arguments_return_them():

@@ -78,8 +78,8 @@ def test_copies_know_nothing_of_each_other(make):
     for name in (*losses, next(iter(losses))):
         result.use(name)
         model, guide, args = programs
-        judged = log_evidence(model, guide, *args, num_particles=40, seed=1)
-        assert torch.equal(judged.log_evidence, result[name].evidence.log_evidence)
+        evaluated = log_evidence(model, guide, *args, num_particles=40, seed=1)
+        assert torch.equal(evaluated.log_evidence, result[name].evidence.log_evidence)
     assert len({tuple(f.bounds) for f in result.values()}) == len(losses)
 
 
@@ -182,7 +182,7 @@ def test_time_is_equal():
     assert len({len(copy.bounds) for copy in result.values()}) > 1
 
 
-def judged(evidence, error, k, learns, sizes=None):
+def evaluated(evidence, error, k, learns, sizes=None):
     """A comparison by numbers: names, evidences per datum, k-hats, effective sample sizes."""
     template = log_evidence(*functions()[:2], num_particles=30)
     result = {}
@@ -202,16 +202,16 @@ EVIDENCES = {"a": [1.0, 5.0, 3.0], "b": [1.5, 5.6, 3.4], "c": [1.6, 5.4, 3.5]}
 
 
 def test_the_verdict():
-    result = judged(EVIDENCES, 0.01, {}, learns=True)
+    result = evaluated(EVIDENCES, 0.01, {}, learns=True)
     # Paired: the data differ by more than the losses do.
     assert result.gain("b", "a") == pytest.approx((0.5, 0.1 / 3**0.5))
     assert result.best == ["b", "c"]
     assert "b and c do not differ significantly by log evidence" in result.verdict
     assert "Pareto" not in result.verdict
-    doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
+    doubtful = evaluated(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
     assert "The evidence of a is too low" in doubtful.verdict
     assert "and may be the highest" in doubtful.verdict
-    same = judged(EVIDENCES, 0.01, {}, learns=False)
+    same = evaluated(EVIDENCES, 0.01, {}, learns=False)
     assert same.best == ["a"]
 
 
@@ -291,16 +291,16 @@ def test_what_cannot_be_judged_is_refused_before_training():
 def test_a_few_effective_draws_evaluate_nothing():
     """Best by an effective sample size of 4, 1, 1 and 2 of 1,000 was the ELBO."""
     sizes = {"a": 4.0, "b": 1.0, "c": 2.0}
-    result = judged(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
+    result = evaluated(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
     assert not result.evaluated
     assert set(result.best) == set(result)
     assert "Not evaluated: too few effective draws" in result.verdict
     assert "The highest ELBO is that of" in result.verdict
     assert "± unknown" in str(result)
-    learning = judged(EVIDENCES, 1.0, {}, learns=True, sizes=sizes)
+    learning = evaluated(EVIDENCES, 1.0, {}, learns=True, sizes=sizes)
     assert "Not evaluated" in learning.verdict
     assert "chains (schedule=10, or more)" in learning.verdict
-    assert judged(EVIDENCES, 1.0, {}, learns=False).evaluated
+    assert evaluated(EVIDENCES, 1.0, {}, learns=False).evaluated
 
 
 def improper(x):

@@ -61,7 +61,7 @@ def test_a_model_with_many_weights_beside_one_with_few():
         assert abs(float(result[name].total - exact.log_evidence())) < 5 * error
 
 
-def judged(totals, k):
+def evaluated(totals, k):
     pair, _ = make(1.0)
     one = log_evidence(*pair, num_particles=30)
     entries = {
@@ -79,27 +79,27 @@ def judged(totals, k):
 
 def test_what_k_hat_allows_to_say():
     """Heavy tails make estimates too low: a doubtful model may be the best, and never the worst."""
-    clear = judged({"a": 0.0, "b": -3.0}, {})
+    clear = evaluated({"a": 0.0, "b": -3.0}, {})
     assert clear.verdict == "a has the highest evidence."
-    near = judged({"a": 0.0, "b": -0.2, "c": -3.0}, {})
+    near = evaluated({"a": 0.0, "b": -0.2, "c": -3.0}, {})
     assert near.best == ["a", "b"]
     assert "a, b do not differ significantly" in near.verdict
-    low = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
+    low = evaluated({"a": 0.0, "b": -3.0}, {"b": 0.9})
     assert low.best == ["a", "b"]
     assert "may be the highest" in low.verdict
     assert "a has the highest" not in low.verdict
-    chance = judged({"a": 0.0, "b": -3.0}, {"b": 0.6})  # 0.16 is the error of k-hat
+    chance = evaluated({"a": 0.0, "b": -3.0}, {"b": 0.6})  # 0.16 is the error of k-hat
     assert chance.best == ["a", "b"]
-    few = judged({"a": 0.0, "b": -3.0}, {"b": math.nan})  # too few weights to know their tail
+    few = evaluated({"a": 0.0, "b": -3.0}, {"b": math.nan})  # too few weights to know their tail
     assert few.best == ["a", "b"]
-    lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})
+    lead = evaluated({"a": 0.0, "b": -3.0}, {"a": 0.9})
     assert lead.best == ["a"]
     assert "a has the highest evidence. The evidence of a is a lower bound" in lead.verdict
     assert math.isclose(sum(lead.probabilities.values()), 1.0)
 
 
 def test_it_prints_a_table():
-    result = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
+    result = evaluated({"a": 0.0, "b": -3.0}, {"b": 0.9})
     assert "below a" in str(result)
 
 

@@ -1,4 +1,4 @@
-"""Judges whose chains hold the discrete draws of a guide, and move the continuous ones."""
+"""Evaluators whose chains keep the discrete draws of a guide, and move the continuous ones."""
 
 import pyro
 import pyro.distributions as dist

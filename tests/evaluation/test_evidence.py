@@ -86,7 +86,7 @@ KERNELS = {
 
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    # In turn: a kernel moves what it is given, whatever program it came from.
+    # In turn: a kernel moves states, which may come from any program.
     list(zip(CONTINUOUS, itertools.cycle(KERNELS))),
 )
 def test_chains_find_the_evidence(name, kernel):

@@ -44,9 +44,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_more_particles_take_no_more_memory(way):
     exact = ProbabilisticPCA(p=30, N=20)
-    judge, options = WAYS[way]
+    evaluator, options = WAYS[way]
     few, many = (
-        peak(judge, exact.model, exact.guide, num_particles=k, chunk_size=25, **options)
+        peak(evaluator, exact.model, exact.guide, num_particles=k, chunk_size=25, **options)
         for k in (50, 250)
     )
     # The largest weights of each datum, to which the tail is fitted, in float64.
@@ -60,6 +60,6 @@ def test_a_chunk_has_the_memory_that_it_says(monkeypatch, way):
     """By default, a few times that of the numbers which it draws."""
     monkeypatch.setattr("pyro_mcvae.evaluation.weights._CHUNK", 1 << 17)
     exact = ProbabilisticPCA(p=30, N=20)
-    judge, options = WAYS[way]
-    result = peak(judge, exact.model, exact.guide, num_particles=300, **options)
+    evaluator, options = WAYS[way]
+    result = peak(evaluator, exact.model, exact.guide, num_particles=300, **options)
     assert result < 8 * 8 * (1 << 17)

@@ -1,4 +1,4 @@
-"""The options of all judges, and the programs' arguments of the same names."""
+"""The options of all evaluators, and the programs' arguments of the same names."""
 
 import math
 
@@ -44,10 +44,10 @@ def test_arguments_of_the_names_of_options_reach_the_programs():
     assert torch.equal(result.log_evidence, again.log_evidence)
 
 
-@pytest.mark.parametrize("judge", [log_evidence, refine, report, sandwich])
-def test_keywords_that_are_no_options_are_named(judge):
-    message = rf"{judge.__name__} has no option 'y': .*model_kwargs={{'y'"
+@pytest.mark.parametrize("evaluator", [log_evidence, refine, report, sandwich])
+def test_keywords_that_are_no_options_are_named(evaluator):
+    message = rf"{evaluator.__name__} has no option 'y': .*model_kwargs={{'y'"
     with pytest.raises(TypeError, match=message):
-        judge(model, guide, X, y=5)
+        evaluator(model, guide, X, y=5)
     with pytest.raises(ValueError, match=r"model_kwargs must be a dict .* got 3"):
-        judge(model, guide, X, model_kwargs=3)
+        evaluator(model, guide, X, model_kwargs=3)

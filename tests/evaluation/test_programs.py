@@ -1,4 +1,4 @@
-"""The programs that every objective trains are judged too, looped and vectorised."""
+"""The programs that every objective trains are evaluated too, looped and vectorised."""
 
 import warnings
 

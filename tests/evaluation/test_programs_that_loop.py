@@ -1,4 +1,4 @@
-"""Judges on programs that do not broadcast over draws as they are written."""
+"""Evaluators on programs that do not broadcast over draws as they are written."""
 
 import pyro
 import pyro.distributions as dist

@@ -1,4 +1,4 @@
-"""Bars of the judges: they end where they said that they would, and cost nothing unseen."""
+"""Progress bars of evaluators: they end at their total, and cost nothing if they are hidden."""
 
 import sys
 from types import SimpleNamespace

@@ -37,11 +37,11 @@ def exact():
     return torch.stack(states).logsumexp(0)
 
 
-@pytest.mark.parametrize("judge", [log_evidence, report, refine, sandwich])
-def test_evaluators_name_the_bound_that_a_truncated_posterior_has(judge):
+@pytest.mark.parametrize("evaluator", [log_evidence, report, refine, sandwich])
+def test_evaluators_name_the_bound_that_a_truncated_posterior_has(evaluator):
     guide = TruncatedPosterior(binary, num_states=32)
     with pytest.raises(ValueError, match=r"site 'z' is drawn .*guide.posterior\(...\).free_energy"):
-        judge(binary, guide)
+        evaluator(binary, guide)
     assert torch.allclose(guide.posterior().free_energy, exact())
 
 
@@ -78,8 +78,8 @@ def test_the_search_for_held_out_data_changes_no_statistics():
     assert norm.training
 
 
-@pytest.mark.parametrize("judge", [log_evidence, report, refine, sandwich])
-def test_a_point_mass_alone_is_no_bound_and_is_refused(judge):
+@pytest.mark.parametrize("evaluator", [log_evidence, report, refine, sandwich])
+def test_a_point_mass_alone_is_no_bound_and_is_refused(evaluator):
     def model(x=X[:, 0]):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         with pyro.plate("data", len(x)):
@@ -88,7 +88,7 @@ def test_a_point_mass_alone_is_no_bound_and_is_refused(judge):
     for guide in (AutoDelta(model), AutoLaplaceApproximation(model)):
         guide(X[:, 0])
         with pytest.raises(ValueError, match=r"not a bound on log p\(x\). Use a guide that draws"):
-            judge(model, guide, X[:, 0])
+            evaluator(model, guide, X[:, 0])
     near = guide.laplace_approximation(X[:, 0])
     result = log_evidence(model, near, X[:, 0], num_particles=2000)
     truth = dist.MultivariateNormal(torch.zeros(4), torch.eye(4) + 1.0).log_prob(X[:, 0])

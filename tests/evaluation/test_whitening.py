@@ -98,7 +98,7 @@ class Scales:
     def guide(self):
         pyro.sample("z", dist.Normal(self.mean, self.scale).to_event(1))
 
-    def judge(self, seed, coordinates):
+    def evaluate(self, seed, coordinates):
         return log_evidence(
             self.model,
             self.guide,
@@ -113,7 +113,7 @@ class Scales:
 
 def test_a_badly_scaled_posterior():
     scales = Scales()
-    plain, white = (scales.judge(0, kind) for kind in ("noise", "whitened"))
+    plain, white = (scales.evaluate(0, kind) for kind in ("noise", "whitened"))
     assert float(scales.exact - plain.total) > 1.0
     assert float(plain.total_standard_error) < 0.7
     assert float((white.total - scales.exact).abs()) < 2 * float(white.total_standard_error) + 0.01
@@ -166,7 +166,7 @@ def doubtful(value, error):
 @pytest.mark.slow
 def test_errors_in_white_coordinates_cover():
     scales = Scales()
-    result = [scales.judge(seed, "whitened") for seed in range(40)]
+    result = [scales.evaluate(seed, "whitened") for seed in range(40)]
     ratios = torch.stack([(f.total - scales.exact) / f.total_standard_error for f in result])
     assert int((ratios.abs() < 2).sum()) >= 35
     assert float(ratios.mean().abs()) < 4 / len(result) ** 0.5

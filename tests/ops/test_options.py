@@ -144,6 +144,15 @@ def test_arguments_without_a_meaning_say_so():
         TraceTruncated_ELBO(num_particles=3)
     with pytest.raises(ValueError, match=r"=3: their number is TruncatedPosterior\("):
         TraceTruncated_ELBO().num_particles = 3
+    for make, known in (
+        (TraceSGVB_ELBO, "analytic_kl, num_particles, and Pyro's"),
+        (
+            TraceSIS_ELBO,
+            "baseline, budget, coordinates, defensive, gradient_estimator, joint, kernel",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"{make.__name__} does not accept.* width=3.*{known}"):
+            make(width=3)
     for option in ({"multi_sample": True}, {"num_categories": 2}, {"schedule": 3}):
         with pytest.raises(
             TypeError, match=f"MonteCarloEM does not accept the argument {next(iter(option))}"

@@ -473,23 +473,23 @@ def test_programs_may_rely_on_the_particles_that_they_were_promised(make):
     """As Pyro's test_vectorized_num_particles does: all in every run, in a declared dim."""
     x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 
-    def model(told):
+    def model(declared):
         with pyro.plate("components", 2):
             p = pyro.sample("p", dist.Beta(1.1, 1.1))
-            assert not told or p.shape == (10, 1, 2)
+            assert not declared or p.shape == (10, 1, 2)
             with pyro.plate("data", 3):
                 pyro.sample("x", dist.Bernoulli(p), obs=x)
 
-    def guide(told):
+    def guide(declared):
         with pyro.plate("components", 2):
             p = pyro.sample("p", dist.Beta(pyro.param("a", torch.tensor(2.0)), 1.1))
-            assert not told or p.shape == (10, 1, 2)
+            assert not declared or p.shape == (10, 1, 2)
 
     loss = make(num_particles=10, vectorize_particles=True, max_plate_nesting=2)
     result = []
-    for told in (True, False):
+    for declared in (True, False):
         pyro.set_rng_seed(0)
-        value = loss.loss_and_grads(model, guide, told)
+        value = loss.loss_and_grads(model, guide, declared)
         grad = pyro.param("a").grad
         result.append((value, grad.item()))
         grad.zero_()
@@ -506,7 +506,7 @@ def robust(x, y):
 
 
 def unsure(x, y):
-    """The same for all that can be told from outside: the rate comes from a list with draws."""
+    """The same for all that can be known from outside: the rate comes from a list with draws."""
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     rate = torch.atleast_1d(torch.tensor(1.5), w[0])[0]
     with pyro.plate("data", len(x)):

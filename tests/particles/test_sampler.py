@@ -242,7 +242,7 @@ def test_a_seed_gives_the_same_coordinates_in_the_first_step_and_later(name, vec
 
 
 def plated(*sizes, automatic=False):
-    """A model with one latent inside of plates of these sizes, and its guide."""
+    """A model with one latent inside plates of these sizes, and its guide."""
 
     def enter(body):
         for d in range(-len(sizes), 0):

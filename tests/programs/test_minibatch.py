@@ -45,7 +45,7 @@ def plates(index):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_latents_of_other_data_are_refused(name):
-    """An AutoGuide draws a minibatch of its own unless it is told, which Pyro takes for both."""
+    """Without create_plates an AutoGuide draws its own minibatch, which Pyro uses for both."""
     pyro.set_rng_seed(0)
     guide, loss = AutoNormal(model), LOSSES[name]()
     guide(torch.tensor([0, 5]))

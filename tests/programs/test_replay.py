@@ -174,7 +174,7 @@ def test_new_values_are_validated_in_each_run(own, monkeypatch):
     )
     before = len(seen)
     log_weight(log_weight.coordinates)
-    # Both are made anew in each run.
+    # Both are made again in each run.
     assert len(seen) - before == (0 if own is False else 2)
 
 

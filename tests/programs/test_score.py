@@ -137,5 +137,5 @@ def test_chains_weigh_and_judge_it(way, kernel):
     evidence = joint().logsumexp(0) + (Z[1] - Z[0]).log()
     weights = (make(3, kernel).bounds(model, guide).per_datum - evidence).exp()
     assert_mean(weights, 1.0)
-    judged = log_evidence(model, guide, num_particles=1).log_evidence
-    assert_mean((judged - evidence).exp(), 1.0)
+    evaluated = log_evidence(model, guide, num_particles=1).log_evidence
+    assert_mean((evaluated - evidence).exp(), 1.0)

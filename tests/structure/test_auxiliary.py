@@ -187,7 +187,7 @@ def test_bounds_and_gradients_average_over_labels(name):
 
 
 def listed(model):
-    """An AutoGuide with a part of one's own, whose draw is not of the latents."""
+    """An AutoGuide with a custom part, whose draw is not one of the latents."""
     guide = AutoGuideList(model)
     guide.append(AutoNormal(pyro.poutine.block(model, expose=["z"])))
     return guide
@@ -205,7 +205,7 @@ def test_autoguides_count_as_in_pyro(make):
 
 
 def test_chains_of_autoguides_keep_their_evidence():
-    """At the posterior no weight varies, whatever the moves do."""
+    """At the posterior no weight varies, for any moves."""
     guide = AutoNormal(model, init_loc_fn=lambda site: torch.tensor(X) / 2, init_scale=0.5**0.5)
     exact = dist.Normal(0.0, 2**0.5).log_prob(torch.tensor(X))
     result = TraceAIS_ELBO(3, MALA(0.1)).bounds(model, guide)

@@ -206,7 +206,7 @@ def turns():
 
 
 def minibatches():
-    """N/B may stand inside of no logarithm: what a block cannot hold is global."""
+    """N/B may stand inside no logarithm: what a block cannot hold is global."""
     program = Program().latent("w").latent("b").observed("x", SUBSAMPLED, given=["w", "b"])
     shared = {"w", "b"}, {"w", "b", "x"}
     yield "latents outside of a minibatch", Specialization(program, [], shared, True)

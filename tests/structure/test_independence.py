@@ -332,7 +332,7 @@ def test_the_score_of_one_element_multiplies_the_costs_of_others(make):
 
 
 def test_noise_of_another_generator_is_no_coupling():
-    """Data that a program augments anew in each run differ at the same latents, too."""
+    """Data that a program augments again in each run differ at the same latents, too."""
     other = torch.Generator().manual_seed(0)
 
     def model():

@@ -28,7 +28,7 @@ ALSO = ["iwae", "sis-latent", "em"]  # of the same kinds
 
 class NoiseByDatum(TorchDispatchMode):
     """
-    Draws whose values belong to the data, whatever minibatch, on whatever rank, they are drawn for.
+    Draws whose values belong to the data, for every minibatch and on every rank.
 
     :param index: which data the minibatch holds.
     :param seed: other noise for each step.

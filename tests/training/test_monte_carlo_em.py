@@ -81,7 +81,7 @@ def test_constrained_latents():
     a, b, x = exact.a, exact.b.clone().requires_grad_(), exact.x
     (wanted,) = torch.autograd.grad((a * b.log() - (a + x) * torch.log1p(b)).sum(), b)
     exact.values = {"theta_b": exact.b, **exact.values}
-    # Trajectories about as long as the log latents are broad, lest they return to the start.
+    # Trajectories about as long as the log latents are broad, which do not return to the start.
     elbo = MonteCarloEM(10, HMC(0.16, num_leapfrog=4), num_particles=100, **QUICK)
     assert_mean(gradients(elbo, exact, 8)["theta_b"], wanted)
 

@@ -8,7 +8,7 @@ from tests.training.runs import OBJECTIVES
 from tests.training.soak import KINDS, soak
 
 
-def judge(result, slack):
+def check(result, slack):
     assert all(result[kind] for kind in KINDS)
     # As many at the end as in the beginning; a torch loop may have gradients at hand or not.
     assert max(result["tensors"][-3:]) <= max(result["tensors"][:3])
@@ -25,11 +25,11 @@ def judge(result, slack):
     ],
 )
 def test_disturbed_runs_go_on(name, interface):
-    judge(soak(name, interface, 30, every=5), slack=20)
+    check(soak(name, interface, 30, every=5), slack=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("interface", ["svi", "module"])
 def test_long_disturbed_runs_go_on(name, interface):
-    judge(soak(name, interface, 20_000, every=200), slack=20)
+    check(soak(name, interface, 20_000, every=200), slack=20)

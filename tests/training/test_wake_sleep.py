@@ -466,8 +466,8 @@ def test_a_guide_that_reads_the_data_elsewhere():
 
     x = make_data()
     refused(model, guide, "reads the data of 'x' from none of the arguments", x, x / 10)
-    told = WakeSleep(dream_args=lambda dream, x, scaled: ((x, dream["x"] / 10), {}))
-    assert math.isfinite(told.loss_and_grads(model, guide, x, x / 10))
+    loss = WakeSleep(dream_args=lambda dream, x, scaled: ((x, dream["x"] / 10), {}))
+    assert math.isfinite(loss.loss_and_grads(model, guide, x, x / 10))
 
 
 def test_numbers_as_data():
@@ -479,8 +479,8 @@ def test_numbers_as_data():
         pyro.sample("z", dist.Normal(slope() * x, 1.0))
 
     refused(model, guide, r"site 'x'.*are in none of them", 3.0)
-    told = WakeSleep(dream_args=lambda dream, x: ((dream["x"],), {}))
-    assert math.isfinite(told.loss_and_grads(model, guide, 3.0))
+    loss = WakeSleep(dream_args=lambda dream, x: ((dream["x"],), {}))
+    assert math.isfinite(loss.loss_and_grads(model, guide, 3.0))
 
 
 def test_copies():

@@ -37,7 +37,7 @@ def test_other_data_in_the_same_places_are_refused(minibatch):
     other = X[index]
     other[1] = OTHER[1]  # one of them only
     for ask in questions(guide):
-        ask(X[index], index)  # in whatever order
+        ask(X[index], index)  # in any order
         with pytest.raises(ValueError, match=MESSAGE.format(1)):
             ask(other, index)
     guide.train()

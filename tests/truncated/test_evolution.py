@@ -66,7 +66,7 @@ def test_draws_from_the_prior_find_what_single_moves_cannot(prior_draws):
             on = z.sum(-1)
             pyro.factor("trap", torch.where(on == H, 3.0, -on))
 
-    update = EvolutionaryUpdate(2, H, 1, UniformFlips())
+    update = EvolutionaryUpdate(2, H, 1, mutation=UniformFlips())
     guide = TruncatedPosterior(trap, 1, evolution=update, prior_draws=prior_draws)
     guide.posterior()
     guide.states_data.zero_()

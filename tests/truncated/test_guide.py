@@ -66,7 +66,7 @@ mutations = UniformFlips(), InformedFlips(), InformedFlips(uniform=0.0)
     st.sampled_from([model, mixed]),
 )
 def test_e_steps_keep_states_distinct_and_never_lower_f(mutation, states, p, c, g, program):
-    evolution = EvolutionaryUpdate(p, c, g, mutation)
+    evolution = EvolutionaryUpdate(p, c, g, mutation=mutation)
     guide = TruncatedPosterior(program, states, evolution=evolution)
     before = guide.posterior().free_energy
     assert_distinct(guide)
@@ -82,8 +82,8 @@ def test_e_steps_keep_states_distinct_and_never_lower_f(mutation, states, p, c, 
     "states", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 15, 16))]
 )
 def test_search_finds_the_best_states(states):
-    """Enough steps find exactly the S most probable of all states, whatever the start."""
-    evolution = EvolutionaryUpdate(4, 4, 2, UniformFlips())
+    """Enough steps find exactly the S most probable of all states, for every start."""
+    evolution = EvolutionaryUpdate(4, 4, 2, mutation=UniformFlips())
     guide = TruncatedPosterior(model, states, evolution=evolution)
     result = guide.fit(num_steps=60)
     everything = TruncatedPosterior(model, 2**H).posterior().log_joint
@@ -135,7 +135,7 @@ def test_posterior_queries_equal_the_exact_ones():
 
 
 def test_the_entropy_of_one_state_is_zero():
-    """To the sign, whatever rounding does to weights near 1."""
+    """Up to the sign, for any rounding of weights near 1."""
     for dtype in (torch.float64, torch.float32):
         x = X.to(dtype)
         entropy = TruncatedPosterior(lambda x=x: model(x=x), 1).posterior().entropy()
@@ -219,7 +219,7 @@ def test_an_operator_of_ones_own():
         def __call__(self, parents, count):
             return (1 - parents.states).unsqueeze(2).expand(-1, -1, count, -1)
 
-    evolution = EvolutionaryUpdate(2, 2, 1, FlipAll())
+    evolution = EvolutionaryUpdate(2, 2, 1, mutation=FlipAll())
     guide = TruncatedPosterior(model, 4, evolution=evolution)
     before = guide.posterior().free_energy
     assert (guide.fit(num_steps=3) >= before).all()
@@ -430,7 +430,7 @@ def test_other_data_in_a_plate_without_indices_are_told_of():
     guide.fit(X)
     with pytest.warns(UserWarning, match="site 'x' is observed with other values.*subsample=index"):
         guide.fit(X.flip(0))
-    guide.fit(X + 1)  # told once
+    guide.fit(X + 1)  # logged once
 
 
 def test_states_that_were_made_in_inference_mode_train():

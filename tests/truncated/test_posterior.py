@@ -7,7 +7,7 @@ import torch
 
 from pyro_mcvae import TruncatedPosterior
 
-# As many members as groups: nothing but the place of a dim tells them apart.
+# As many members as groups: nothing but the place of a dim distinguishes them.
 X = torch.tensor([[1.5, 0.2, 2.0], [1.1, 0.1, 0.9], [0.2, 1.0, 0.0]], dtype=torch.float64)
 
 

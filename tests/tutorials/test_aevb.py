@@ -1,4 +1,4 @@
-"""The experiment of Kingma and Welling as a stranger runs it, with few images and steps."""
+"""The experiment of Kingma and Welling as a new user runs it, with few images and steps."""
 
 import csv
 import subprocess

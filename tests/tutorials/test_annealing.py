@@ -1,4 +1,4 @@
-"""The tutorials on annealed chains, as a stranger runs them, at a size for tests."""
+"""The tutorials on annealed chains, as a new user runs them, at a size for tests."""
 
 import csv
 import math
@@ -38,7 +38,7 @@ def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "ppca_gaps.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Twenty steps leave a guide that misses most of the ring, as it is told.
+# Twenty steps leave a guide that misses most of the ring, which the log says.
 @pytest.mark.filterwarnings("ignore:the Pareto k of the weights")
 @pytest.mark.slow
 def test_the_ring_of_every_objective(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of annealed chains on images, as a stranger runs it, on few images."""
+"""The comparison of annealed chains on images, as a new user runs it, on few images."""
 
 import csv
 import gzip
@@ -128,16 +128,16 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
 
     assert len(calls) == 1  # the finished row was not trained again
     assert again[0].bound == first.bound
-    # Judging may take longer than training: of what is judged, nothing is judged again.
+    # Evaluation may take longer than training: of what is evaluated, nothing is evaluated again.
     (stopped / "SIS-5-default-0.json").unlink()
     (stopped / "SIS-5-default-0.paper.pt").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            mnist, "held_out", lambda vae, x, judge, *_: judge.num_particles + 0 * x[:, 0]
+            mnist, "held_out", lambda vae, x, evaluator, *_: evaluator.num_particles + 0 * x[:, 0]
         )
-        judged = mnist.main([*argv, "--epochs", "2", "--out", str(stopped)])[1]
-    assert (judged.nll_chain, judged.nll_iwae) == (again[1].nll_chain, again[1].nll_iwae)
-    assert judged.nll_paper == -10
+        evaluated = mnist.main([*argv, "--epochs", "2", "--out", str(stopped)])[1]
+    assert (evaluated.nll_chain, evaluated.nll_iwae) == (again[1].nll_chain, again[1].nll_iwae)
+    assert evaluated.nll_paper == -10
     for a, b in zip(whole, again, strict=True):
         assert (a.bound, a.nll_chain, a.nll_iwae) == (b.bound, b.nll_chain, b.nll_iwae)
     with pytest.raises(SystemExit, match=r"results with epochs = 2\.0, but epochs is 3\.0"):

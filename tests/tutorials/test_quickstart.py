@@ -1,4 +1,4 @@
-"""The quickstart, as a stranger runs it, on few images."""
+"""The quickstart, as a new user runs it, on few images."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_objectives_are_chosen_by_name(tmp_path: Path) -> None:
         (["--epochs", "0"], "must be at least 1, got 0"),
         pytest.param(
             ["--device", "cuda"],
-            "torch sees no GPU here; use --device cpu",
+            "no GPU is available; use --device cpu",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

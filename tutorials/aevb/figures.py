@@ -10,7 +10,7 @@ appendix D (see ``estimators.py``). The default data are scikit-learn's digits::
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --hidden 500
     python tutorials/aevb/figures.py --figure bound --dataset frey --data-root data --hidden 200
     python tutorials/aevb/figures.py --figure marginal --dataset mnist --data-root data \\
-        --num-train 1000 50000 --judged 100
+        --num-train 1000 50000 --num-evaluated 100
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --full
 
 ``--full`` uses the networks, dimensions and training samples of the paper, and takes days on a CPU.
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
     sizes = args.num_train or [len(data.train)]
     for size in sizes:
         train = data.train[:size]
-        evaluated = {"train": train[: args.judged], "test": data.test[: args.judged]}
+        evaluated = {"train": train[: args.num_evaluated], "test": data.test[: args.num_evaluated]}
         for latent in args.latent:
             for name in args.objectives:
                 pyro.set_rng_seed(args.seed)
@@ -194,7 +194,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--particles", type=positive, default=1000, help="weights of the marginal's estimate")
     add("--warmup", type=positive, default=60, help="transitions before the draws of appendix D")
     add(
-        "--judged",
+        "--num-evaluated",
         type=positive,
         default=1000,
         metavar="N",
@@ -218,10 +218,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.latent = args.latent or defaults["latent"]
     args.hidden = args.hidden or defaults["hidden"]
     if args.smoke:
-        args.samples, args.first, args.checkpoints, args.judged = 1000, 100, 2, 20
+        args.samples, args.first, args.checkpoints, args.num_evaluated = 1000, 100, 2, 20
         args.num_train, args.warmup, args.draws, args.particles = [200], 3, 3, 50
         if args.full:  # a step or two of the paper's networks
-            args.samples, args.judged = 200, 3
+            args.samples, args.num_evaluated = 200, 3
         else:
             args.latent, args.hidden = [2], 20
     return args

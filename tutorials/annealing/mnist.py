@@ -225,7 +225,7 @@ def train(
     def save() -> None:
         save_checkpoint(path, {"svi": svi}, bounds=bounds, curve=curve, spent=spent)
 
-    def look() -> tuple[float, float]:
+    def quick_nll() -> tuple[float, float]:
         # A thousand images are enough for the curves.
         return spent, -held_out(vae, task.test[:1000], TraceIWAE_ELBO(50)).mean().item()
 
@@ -237,7 +237,7 @@ def train(
         ) < 1:
             progress.update(round(100 * fraction) - progress.n)
             if fraction >= len(curve) / args.checkpoints:
-                curve.append(look())
+                curve.append(quick_nll())
             x = next(batches)
             start = time.process_time()
             bounds.append(-svi.step(x) / len(x))
@@ -246,7 +246,7 @@ def train(
             if len(bounds) % per_epoch == 0:
                 save()
     save()  # Also save within an epoch, because the stored evaluations are of this model.
-    curve.append(look())
+    curve.append(quick_nll())
     return bounds, curve, loss
 
 

@@ -1,6 +1,6 @@
 """``log_evidence`` along 200 transitions of HMC: as the kernel takes them, and recorded, in turns.
 
-    python -m tests.benchmarks.recorded_judges
+    python -m tests.benchmarks.recorded_evaluators
 
 Thirty data with a normal latent each, ten chains, double precision, one thread: CPU seconds of the
 whole call, recording and warm-up included, and whether the evidences are the same to the bit.

@@ -1,0 +1,226 @@
+"""Record the operations of a function as a graph."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_mcvae.ops.tensors import add_guard
+from pyro_mcvae.programs.source_lines import program_line
+
+_aten = torch.ops.aten
+
+
+class NotRecordable(BaseException):
+    """
+    A step has an effect that a recording cannot repeat.
+
+    It is not an ``Exception``, because programs and their checks catch exceptions and continue.
+    The values read until then would be recorded as constants.
+    """
+
+
+def said_by(error: BaseException) -> str:
+    """Return an error in one line, with the line of the program that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    lines = str(error).strip().splitlines() or [""]
+    at = f" at {program_line(trace.tb_frame)}" if trace is not None else ""
+    return f"{type(error).__name__}: {lines[0]}{at}"
+
+
+def unsupported_op(why: str) -> NoReturn:
+    raise NotRecordable(f"{why} at {program_line()}")
+
+
+# Recording ----------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """What a graph knows of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """Return the layout of a tensor; sparse tensors have no strides."""
+        stride = tensor.stride() if tensor.layout is torch.strided else None
+        return cls(tensor.shape, stride, tensor.dtype, tensor.device)
+
+
+def trace(
+    function: Callable[..., list[Tensor]], inputs: list[Tensor]
+) -> tuple[Graph, list[Tensor]]:
+    """
+    Call a function, and record the operations that it computes.
+
+    :returns: the graph ``(*constants, *inputs) -> outputs``, whose nodes have a ``layout``, and the
+        constants: the tensors that the function reads and does not compute.
+    """
+    tracer, caches = _Tracer(inputs), torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast made before would be a constant
+    _tracers.append(tracer)
+    try:
+        with tracer:
+            outputs = function(*inputs)
+    finally:
+        _tracers.pop()
+        torch.set_autocast_cache_enabled(caches)
+    tracer.graph.output(tuple(tracer.argument(outputs)))
+    return tracer.graph, tracer.constants
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Return whether a tensor is computed by the function that is being recorded."""
+    return bool(_tracers) and _tracers[-1].result_of(tensor) is not None
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Compute without recording."""
+    stopped = [tracer for tracer in _tracers if not tracer.paused]
+    for tracer in stopped:
+        tracer.paused = True
+    try:
+        yield
+    finally:
+        for tracer in stopped:
+            tracer.paused = False
+
+
+# The recordings that are being made, the innermost last.
+_tracers: list[_Tracer] = []
+
+
+class _Tracer(TorchDispatchMode):
+    """
+    Makes each operation a node of a graph, and detects values that the host reads, in any function:
+    ``torch.full(shape, buffer)`` and ``table[buffer]`` read the buffer, and the shape of
+    ``torch.where(mask)`` depends on the mask.
+
+    Reading a computed value or shape raises an error. A stored tensor, such as a buffer, may be
+    read; every replay checks that it has not changed.
+
+    PyTorch's ``make_fx`` records the same operations, and takes five times as long.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.graph, self.paused = Graph(), False
+        self.constants: list[Tensor] = []
+        self._constant_nodes: dict[int, Node] = {}
+        # Results by the identity of their tensor, which may end while the function runs.
+        self._results: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
+        for i, tensor in enumerate(inputs):
+            self._add_result(tensor, self.graph.placeholder(f"input_{i}"))
+
+    def result_of(self, tensor: Tensor) -> Node | None:
+        """Return the node that computes a tensor, if any."""
+        known = self._results.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def argument(self, value: Any) -> Any:
+        """Return an argument of a node, with nodes instead of tensors."""
+        if isinstance(value, Tensor):
+            return self.result_of(value) or self._constant(value)
+        if isinstance(value, list | tuple):
+            return [self.argument(v) for v in value]
+        return value
+
+    def _constant(self, tensor: Tensor) -> Node:
+        if (node := self._constant_nodes.get(id(tensor))) is None:
+            last = next(reversed(self._constant_nodes.values()), None)
+            with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
+                node = self.graph.placeholder(f"constant_{len(self.constants)}")
+            node.meta["layout"] = Layout.of(tensor)
+            self._constant_nodes[id(tensor)] = node
+            self.constants.append(tensor)
+        return node
+
+    def _add_result(self, result: object, node: Node) -> None:
+        if isinstance(result, Tensor):
+            node.meta["layout"] = Layout.of(result)
+            self._results[id(result)] = weakref.ref(result), node
+        elif isinstance(result, list | tuple):
+            for i, part in enumerate(result):
+                self._add_result(part, self.graph.call_function(operator.getitem, (node, i)))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, args, kwargs)
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            unsupported_op(
+                f"draws from a generator of its own ({func.overloadpacket.__name__}), which "
+                f"comparisons would turn on,"
+            )
+        if torch.Tag.dynamic_output_shape in func.tags and not _picks_by_numbers(func, args):
+            name = func.overloadpacket.__name__
+            unsupported_op(f"has a shape that depends on values ({name})")
+        if func is _aten.lift_fresh.default:
+            func = _aten.lift_fresh_copy.default  # a program may write to the tensor
+        result = func(*args, **kwargs)
+        named = {name: self.argument(value) for name, value in kwargs.items()}
+        node = self.graph.call_function(func, tuple(self.argument(args)), named)
+        self._add_result(result, node)
+        return result
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        nodes = [self.result_of(a) for a in args if isinstance(a, Tensor)]
+        if func is not _aten._local_scalar_dense.default or not all(map(_is_number, nodes)):
+            unsupported_op("reads a tensor's value")
+        value = func(*args, **kwargs)
+        if value != value:
+            unsupported_op("reads a tensor's value")
+        with self:
+            add_guard(torch.eq(args[0], value))
+        return value
+
+
+def _is_number(node: Node | None) -> bool:
+    """Return whether a tensor is stored, or computed from numbers in the code alone."""
+    if node is None or node.target is _aten.lift_fresh_copy.default:
+        return node is None or not _is_written(node)
+    schema, inputs = getattr(node.target, "_schema", None), node.all_input_nodes
+    pure = schema is not None and not schema.is_mutable
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return (
+        pure
+        and not drawn
+        and bool(inputs)
+        and not _is_written(node)
+        and all(map(_is_number, inputs))
+    )
+
+
+def _is_written(node: Node) -> bool:
+    """Return whether the memory of a result is written to later."""
+    schemas = [(user, getattr(user.target, "_schema", None)) for user in node.users]
+    views = [u for u, s in schemas if s is None or any(r.alias_info for r in s.returns)]
+    return any(s is not None and s.is_mutable for _, s in schemas) or any(map(_is_written, views))
+
+
+def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
+    if func is not _aten.index.Tensor:
+        return False
+    return not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
