@@ -37,7 +37,8 @@ class Tree:
 # Guards of recorded steps.
 
 _open: list[list[Tensor]] = []
-_validates: list[bool] = []
+# Not empty while a step is recorded with guards instead of Pyro's validation.
+guarded_supports: list[None] = []
 
 
 def is_recording() -> bool:
@@ -94,20 +95,19 @@ def fail_if_recording(reason: str) -> None:
 
 @contextmanager
 def recorded_guards(validates: bool = False) -> Iterator[list[Tensor]]:
-    """Record a step inside; the yielded list receives its guards."""
+    """
+    Record a step inside; the yielded list receives its guards.
+
+    :param bool validates: whether :data:`guarded_supports` are checked.
+    """
     guards: list[Tensor] = []
     _open.append(guards)
-    _validates.append(validates)
+    guarded_supports.extend([None] * validates)
     try:
         yield guards
     finally:
         _open.pop()
-        _validates.pop()
-
-
-def guards_supports() -> bool:
-    """Return whether a step is being recorded, with guards instead of Pyro's validation."""
-    return bool(_validates) and _validates[-1]
+        del guarded_supports[len(guarded_supports) - validates :]
 
 
 # Devices: reading tensors without waiting, and moving modules to the device of a tensor.

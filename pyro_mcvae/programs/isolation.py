@@ -25,7 +25,7 @@ from pyro_mcvae.programs.types import Program, TorchFunction
 
 # The depth to which a program's closures, attributes and lists are searched for modules.
 _DEPTH = 4
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch), Trace)
 
 
@@ -50,7 +50,7 @@ def _parts(value: object) -> Iterator[object]:
     # This runs in every step, so the attributes of each nn.Module are left out.
     if isinstance(value, nn.Module):
         yield from value.children()
-        yield from (v for name, v in vars(value).items() if name not in _OF_MODULES)
+        yield from (v for name, v in vars(value).items() if name not in OF_MODULES)
         return
     if isinstance(value, list | tuple | dict):
         yield from value.values() if isinstance(value, dict) else value
@@ -247,7 +247,7 @@ def _saved_owner(owner: Any) -> Iterator[None]:
 def _is_copied(name: str, value: object) -> bool:
     if isinstance(value, Tensor):
         return not value.requires_grad and value.numel() <= _MAX_COPIED
-    return type(value) in _CONTAINERS and name not in _OF_MODULES and not name.startswith("_pyro")
+    return type(value) in _CONTAINERS and name not in OF_MODULES and not name.startswith("_pyro")
 
 
 def _copy(value: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
-from pyro_mcvae.programs.isolation import LIBRARIES, closure_of, globals_of, owners_of
+from pyro_mcvae.programs.isolation import LIBRARIES, OF_MODULES, closure_of, globals_of, owners_of
 from pyro_mcvae.programs.messengers import (
     ALONE,
     Leading,
@@ -48,6 +50,9 @@ from pyro_mcvae.programs.vmap import Mode
 
 # Types of values that a program can branch on without reading a tensor.
 _CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)
+# Types of settings that a program may keep in a variable, in addition to dataclasses.
+_SETTINGS = (Namespace, SimpleNamespace)
+_KEPT = (*_CHOICES, float, dict)
 # The number of entries of an argument container that are part of the key.
 _MAX_ENTRIES = 64
 
@@ -81,9 +86,7 @@ class Programs:
         the types of all other values, and the training modes of modules.
         """
         choices: dict[str, Hashable] = {}
-        for i, value in enumerate(self.args):
-            _add_choices(choices, f"argument {i}", value)
-        for name, value in self.kwargs.items():
+        for name, value in (*enumerate(self.args), *self.kwargs.items()):
             _add_choices(choices, f"argument {name}", value)
         for role, program in (("model", self.model), ("guide", self.guide)):
             function = getattr(poutine.unwrap(program), "__func__", poutine.unwrap(program))
@@ -128,7 +131,7 @@ def _add_choices(choices: dict[str, Hashable], place: str, value: Any, depth: in
     elif type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         _add_choices(choices, place, value.item(), 0)
     elif isinstance(value, float):
-        choices[place] = _sign(value)
+        choices[place] = float, (value > 0) - (value < 0)  # it may change at every step
     elif isinstance(value, dict | list | tuple | set | frozenset) and depth:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         choices[place] = type(value), len(value)
@@ -138,18 +141,13 @@ def _add_choices(choices: dict[str, Hashable], place: str, value: Any, depth: in
         choices[place] = (type(value),)
 
 
-def _sign(value: float) -> tuple[type, int]:
-    """Return the type and sign of a float, whose value may change at every step."""
-    return float, (value > 0) - (value < 0)
-
-
 def _add_variables(choices: dict[str, Hashable], place: str, variables: Mapping[str, Any]) -> None:
-    """Add the choices among attributes or variables."""
+    """Add the choices among attributes or variables, and in those that are settings."""
     for name, value in variables.items():
-        if isinstance(value, _CHOICES):
-            choices[f"{place}.{name}"] = value
-        elif isinstance(value, float):
-            choices[f"{place}.{name}"] = _sign(value)
+        if isinstance(value, _SETTINGS) or hasattr(value, "__dataclass_fields__"):
+            value = getattr(value, "__dict__", value)
+        if isinstance(value, _KEPT) and not (isinstance(value, dict) and name in OF_MODULES):
+            _add_choices(choices, f"{place}.{name}", value, depth=1)
 
 
 def is_messenger(programs: Programs) -> bool:

@@ -4,6 +4,8 @@ import copy
 import enum
 import logging
 import pickle
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -80,7 +82,50 @@ def by_attribute():
     return programs
 
 
-@in_turn(how=[lambda: by_argument, by_attribute, by_closure], objective=MAKERS)
+@dataclass
+class Settings:
+    tied: bool = False
+
+
+def by_settings(settings):
+    """A flag in a dict, a namespace or a dataclass that an object keeps."""
+
+    def make():
+        kept = settings()
+
+        class Settled(Owner):
+            def __init__(self):
+                self.options = kept
+
+            @property
+            def tied(self):
+                return self.options["tied"] if isinstance(kept, dict) else self.options.tied
+
+        owner = Settled()
+
+        def programs(tied):
+            if isinstance(kept, dict):
+                kept["tied"] = tied
+            else:
+                kept.tied = tied
+            return owner.model, owner.guide, ()
+
+        return programs
+
+    return make
+
+
+HOW = [
+    lambda: by_argument,
+    by_attribute,
+    by_closure,
+    by_settings(lambda: {"tied": False}),
+    by_settings(lambda: SimpleNamespace(tied=False)),
+    by_settings(Settings),
+]
+
+
+@in_turn(how=HOW, objective=MAKERS)
 def test_a_flag_that_ties_latents_is_seen_at_once(objective, how):
     # The same sites and plates: independent blocks before, one weight for all after.
     programs, elbo = how(), MAKERS[objective]()
