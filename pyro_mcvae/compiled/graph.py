@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
-from pyro_mcvae.compiled.tracer import Layout, NotRecordable
+from pyro_mcvae.compiled.tracer import Layout, NotRecordable, aliased_arguments
 
 _aten = torch.ops.aten
 
@@ -50,20 +50,11 @@ def is_draw(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
-    """Yield the tensor arguments of a node that have alias information in its schema."""
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and value is not None:
-            yield argument.alias_info, value
-
-
 def _written(node: Node) -> Iterator[Node]:
     """Yield the nodes that a node writes to."""
     if node.target in _STATISTICS and node.args[5]:
         yield from (a for i in _STATISTICS[node.target] if isinstance(a := node.args[i], Node))
-    for alias, value in _arguments(node):
+    for alias, value in aliased_arguments(node):
         if alias.is_write:
             values = value if isinstance(value, list | tuple) else [value]
             yield from (v for v in values if isinstance(v, Node))
@@ -76,7 +67,7 @@ def viewed_by(node: Node) -> Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(r.alias_info is not None for r in schema.returns):
         return None
-    return next((value for _, value in _arguments(node) if isinstance(value, Node)), None)
+    return next((value for _, value in aliased_arguments(node) if isinstance(value, Node)), None)
 
 
 def _memory_owners(nodes: Iterable[Node]) -> dict[Node, Node]:

@@ -174,9 +174,8 @@ class _Tracer(TorchDispatchMode):
                 f"draws from a generator of its own ({func.overloadpacket.__name__}), which "
                 f"comparisons would turn on,"
             )
-        if torch.Tag.dynamic_output_shape in func.tags and not _picks_by_numbers(func, args):
-            name = func.overloadpacket.__name__
-            unsupported_op(f"has a shape that depends on values ({name})")
+        if torch.Tag.dynamic_output_shape in func.tags:
+            args = self._with_fixed_masks(func, args)
         if func is _aten.lift_fresh.default:
             func = _aten.lift_fresh_copy.default  # a program may write to the tensor
         result = func(*args, **kwargs)
@@ -184,6 +183,20 @@ class _Tracer(TorchDispatchMode):
         node = self.graph.call_function(func, tuple(self.argument(args)), named)
         self._add_result(result, node)
         return result
+
+    def _with_fixed_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of an index with numbers instead of masks that never change."""
+        value, indices = args if func is _aten.index.Tensor else (None, [])
+        masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        fixed = (m.dim() > 0 and _is_number(self.result_of(m), stored=False) for m in masks)
+        if value is None or not all(fixed):
+            name = func.overloadpacket.__name__
+            unsupported_op(f"has a shape that depends on values ({name})")
+        numbers: list[Any] = []
+        for i in indices:
+            with unrecorded():
+                numbers += i.nonzero().unbind(1) if any(i is m for m in masks) else [i]
+        return value, numbers
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         nodes = [self.result_of(a) for a in args if isinstance(a, Tensor)]
@@ -197,30 +210,40 @@ class _Tracer(TorchDispatchMode):
         return value
 
 
-def _is_number(node: Node | None) -> bool:
-    """Return whether a tensor is stored, or computed from numbers in the code alone."""
-    if node is None or node.target is _aten.lift_fresh_copy.default:
-        return node is None or not _is_written(node)
-    schema, inputs = getattr(node.target, "_schema", None), node.all_input_nodes
-    pure = schema is not None and not schema.is_mutable
-    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return (
-        pure
-        and not drawn
-        and bool(inputs)
-        and not _is_written(node)
-        and all(map(_is_number, inputs))
-    )
+def _is_number(node: Node | None, stored: bool = True) -> bool:
+    """
+    Return whether a tensor is computed from numbers in the code alone.
+
+    :param stored: the answer for tensors that are stored.
+    """
+    if node is None or node.op == "placeholder":
+        return node is None and stored
+    if node.target is not _aten.lift_fresh_copy.default:
+        schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+        if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        if not all(map(_is_number, node.all_input_nodes)):
+            return False
+    return not _is_written(node)
 
 
 def _is_written(node: Node) -> bool:
     """Return whether the memory of a result is written to later."""
-    schemas = [(user, getattr(user.target, "_schema", None)) for user in node.users]
-    views = [u for u, s in schemas if s is None or any(r.alias_info for r in s.returns)]
-    return any(s is not None and s.is_mutable for _, s in schemas) or any(map(_is_written, views))
+    for user in node.users:
+        if user.target is operator.getitem and _is_written(user):
+            return True
+        for alias, value in aliased_arguments(user):
+            if (value is node or (isinstance(value, list) and node in value)) and (
+                alias.is_write or _is_written(user)
+            ):
+                return True
+    return False
 
 
-def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
-    if func is not _aten.index.Tensor:
-        return False
-    return not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+def aliased_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+    """Yield the tensor arguments of a node that have alias information in its schema."""
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and value is not None:
+            yield argument.alias_info, value

@@ -33,6 +33,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a gradient": lambda x: torch.autograd.grad(
         (y := x.clone().requires_grad_()).sin().sum(), y, create_graph=False
     )[0],
+    "indexed by a mask of the code": lambda x: (x[:, None] * x)[
+        torch.arange(3) < torch.arange(3).view(-1, 1)
+    ].exp(),
+    "indexed by a mask and a slice": lambda x: (x[:, None] * x)[:, torch.arange(3) != 1],
+    "a gradient through a mask": lambda x: torch.autograd.grad(
+        torch.zeros(3, 3, dtype=x.dtype)
+        .index_put((torch.eye(3) > 0,), y := x.clone().requires_grad_())
+        .exp()
+        .sum(),
+        y,
+    )[0],
     "mapped": lambda x: torch.func.vmap(torch.func.grad(lambda v: v.sin()))(x),
 }
 
@@ -62,7 +73,9 @@ READ: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "computed": (lambda x: x * x.sum().item(), False),
     "drawn": (lambda x: x * torch.rand(()).item(), False),
     "written to": (read_written_view, False),
+    "a factory": (lambda x: x * torch.ones(3).sum().item(), True),
     "a shape": (lambda x: x[x > 0], False),
+    "a shape, by a stored mask": (lambda x: x[:2][BUFFER > 1], False),
 }
 
 
