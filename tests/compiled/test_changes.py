@@ -568,7 +568,7 @@ def test_a_closed_form_that_compares_constants_is_recorded() -> None:
     assert uses(check(model, guide=guide)) == 4
 
 
-def test_what_the_backward_pass_does_is_at_no_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cholesky_factor_of_correlations_is_recorded() -> None:
     def model(x: Tensor) -> None:
         pyro.sample("L", dist.LKJCholesky(3, 1.0))
 
@@ -576,7 +576,17 @@ def test_what_the_backward_pass_does_is_at_no_line(caplog: pytest.LogCaptureFixt
         result = pyro.param("L_loc", torch.eye(3), constraint=dist.constraints.corr_cholesky)
         pyro.sample("L", dist.Delta(result, event_dim=2))
 
-    check(model, guide=guide)
+    assert uses(check(model, guide=guide)) == 4
+
+
+def test_what_the_backward_pass_does_is_at_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    def model(x: Tensor) -> None:
+        loc = pyro.param("loc", torch.ones(()))
+        with pyro.plate("data", len(x)):
+            mean = torch.zeros_like(x).index_put((x > 0,), loc)
+            pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
+
+    check(model, guide=lambda x: None)
     assert "values (index) at the backward pass, no line of the programs" in caplog.text
 
 
