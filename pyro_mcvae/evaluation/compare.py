@@ -196,7 +196,10 @@ class Comparison(dict[str, TrainedCopy]):
         doubtful = [n for n in self if fraction(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
         if doubtful and self.learns:
             names = ", ".join(doubtful)
-            said.append(f"The evidence of {names} is too low (Pareto k), and may be the highest.")
+            said.append(
+                f"The evidence of {names} is too low (Pareto k), so the order may be wrong; chains "
+                f"(schedule=10, or more) come closer."
+            )
         return " ".join([*said, "One training run each; another seed may give another order."])
 
     def __str__(self) -> str:
@@ -220,8 +223,8 @@ class Comparison(dict[str, TrainedCopy]):
             )
         units = (
             f"nats per weight; columns from ELBO on: evaluated data; ± Monte Carlo error, for "
-            f"differences the error over the weights; ESS: median effective sample size of "
-            f"{self[first].guide.num_particles} particles"
+            f"differences the error over the weights; ESS (median effective sample size) and k > "
+            f"0.7: of {self[first].guide.num_particles} draws of the guide"
         )
         stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
         return "\n".join([filled(units), table(rows), *map(filled, [*stopped, self.verdict])])

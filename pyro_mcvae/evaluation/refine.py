@@ -303,7 +303,9 @@ def refine(
     if bad:
         remedy = "Use chains (schedule=10, coordinates='whitened')"
         if annealing is not None:
-            remedy = "Use coordinates='whitened' or more steps; report() shows what is enough"
+            remedy = "Use coordinates='whitened' or more steps (report prints how many)"
+            if settings.coordinates == "whitened":
+                remedy = f"Use more steps (schedule={4 * (len(annealing.betas) - 1)})"
         warnings.warn(
             f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
             f"posteriors (largest {float(draws.pareto_k.max()):.2f}): draws may miss the same "

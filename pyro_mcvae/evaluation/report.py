@@ -127,10 +127,16 @@ class Report:
         """
         Return by how much chains find more evidence than the guide, with its error, where both
         estimates count, and the smaller effective sample size. Heavier tails find less evidence; if
-        many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        many are heavy, the guide is too narrow, and some k-hats are good by chance. A finite k-hat
+        therefore counts as at least the median over the data.
         """
         guide, shape = self.guide, self.guide.log_evidence.shape
-        counts = has_light_tail(guide, 0.7) & (fraction(guide.unreliable) <= 0.5)
+        k = guide.pareto_k
+        finite = k[k.isfinite()]
+        if finite.numel():
+            k = torch.where(k.isfinite(), k.clamp_min(float(finite.median())), k)
+        counts = has_light_tail(replace(guide, pareto_k=k), 0.7)
+        counts &= fraction(guide.unreliable) <= 0.5
         comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
         if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
             chains, counts = guide, torch.zeros_like(counts)
@@ -182,6 +188,7 @@ class Report:
         gap, heavy = float(self.gap.mean()) - missing, fraction(self.guide.unreliable)
         richer = "a richer guide (full covariances, or a flow)"
         if self.misses:
+            richer = "a richer guide (several modes, full covariances, or a flow)"
             return f"Next: train the guide from other initial values, or use {richer}."
         if gap < _CLOSE and heavy <= _FEW:
             part = "one labelling of " if missing > _CLOSE else ""
@@ -248,9 +255,12 @@ class Report:
             more = f"num_particles={10 * self.evidence.num_particles}"
             if not self.discrete:
                 more = f"chains (schedule={4 * steps or 10}) or {more}"
+            more = f"{more} may come closer"
+            if self.misses:  # neither its draws nor chains from them reach the rest
+                more = "more draws or longer chains from this guide do not help"
             known = (
                 f"The evidence is a lower bound, and its error may be much larger than printed; "
-                f"{more} may come closer."
+                f"{more}."
             )
         return known, modes
 

@@ -437,6 +437,9 @@ def save_checkpoint(
     In a distributed run every rank must call this. Rank 0 writes one file, which loads on any
     number of ranks: it has the generators of all ranks.
 
+    A :class:`CompiledELBO` runs its first steps uncompiled, also after a resume. With
+    ``backend="eager"`` the numbers are the same; under other backends they differ by rounding.
+
     Pass other state as ``extra``, such as an annealed temperature of :class:`GumbelSoftmax`. A draw
     that :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
 

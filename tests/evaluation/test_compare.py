@@ -210,7 +210,7 @@ def test_the_verdict():
     assert "Pareto" not in result.verdict
     doubtful = evaluated(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
     assert "The evidence of a is too low" in doubtful.verdict
-    assert "and may be the highest" in doubtful.verdict
+    assert "so the order may be wrong; chains (schedule=10, or more)" in doubtful.verdict
     same = evaluated(EVIDENCES, 0.01, {}, learns=False)
     assert same.best == ["a"]
 
@@ -228,6 +228,7 @@ def test_it_prints_and_plots(tmp_path):
         "another seed",
     ):
         assert part in text
+    assert "and k > 0.7: of 40 draws of the guide" in " ".join(text.split())
     figure = result.plot()
     assert [a.get_xlabel() for a in figure.axes] == ["seconds of training"] * 2
     figure.savefig(tmp_path / "compare.png")

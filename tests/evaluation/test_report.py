@@ -129,6 +129,10 @@ def test_a_mode_that_is_never_drawn_is_found_from_the_prior(options):
     assert not result.trusted
     assert "The guide misses a part" in str(result)
     assert "train the guide from other initial values" in result.advice
+    assert "a richer guide (several modes" in result.advice
+    # Chains from this guide do not reach the other mode.
+    assert "longer chains from this guide do not help" in " ".join(str(result).split())
+    assert "may come closer" not in str(result)
 
 
 def test_a_discrete_value_that_is_never_drawn_is_found_from_the_prior():
@@ -479,3 +483,23 @@ def test_unreliable_chains_are_named_also_for_one_candidate():
 
     with pytest.warns(UserWarning, match="coordinates='whitened' or more steps"):
         refine(model, guide, num_samples=100, num_particles=1, schedule=2, kernel=HMC(0.01))
+
+
+def test_a_k_hat_that_is_good_by_chance_is_no_missed_mode():
+    # The posterior is N(x / 2, 1 / 2), so this guide covers it, with heavy tails for every datum.
+    torch.manual_seed(0)
+    x = 2**0.5 * torch.randn(200, 4)
+
+    def model():
+        with pyro.plate("data", 200):
+            z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x)
+
+    def guide():
+        with pyro.plate("data", 200):
+            pyro.sample("z", dist.Normal(x / 2 + 0.3, 0.6).to_event(1))
+
+    options = {"schedule": 5, "num_particles": 300, "check_modes": False}
+    results = [report(model, guide, seed=seed, **options) for seed in range(3)]
+    assert all(0.4 < r.guide.pareto_k.median() < 0.6 for r in results)
+    assert not any(r.misses for r in results)
