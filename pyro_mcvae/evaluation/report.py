@@ -257,7 +257,7 @@ class Report:
                 more = f"chains (schedule={4 * steps or 10}) or {more}"
             more = f"{more} may come closer"
             if self.misses:  # neither its draws nor chains from them reach the rest
-                more = "more draws or longer chains from this guide do not help"
+                more = "more draws or longer chains from this guide may not reach it"
             known = (
                 f"The evidence is a lower bound, and its error may be much larger than printed; "
                 f"{more}."
