@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, cuda, nn
 from torch.utils._pytree import TreeSpec
 
 # Shapes of tensors.
@@ -36,14 +36,24 @@ class Tree:
 
 # Guards of recorded steps.
 
-_open: list[list[Tensor]] = []
-# Not empty while a step is recorded with guards instead of Pyro's validation.
-guarded_supports: list[None] = []
+
+class Guards(list[Tensor]):
+    """
+    The conditions under which a recording holds.
+
+    :ivar supports: whether they replace Pyro's validation of latents.
+    """
+
+    supports = False
+
+
+# The guards of the steps that are being recorded, the innermost last.
+recordings: list[Guards] = []
 
 
 def is_recording() -> bool:
     """Return whether a step is being recorded, so that periodic checks must not run."""
-    return bool(_open) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return bool(recordings) or (cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def guard(condition: Tensor) -> bool:
@@ -68,19 +78,19 @@ def guard(condition: Tensor) -> bool:
 
 def guard_finite(value: Tensor) -> bool:
     """Return whether a scalar is finite; add a guard while a step is recorded."""
-    return guard(value - value == 0) if _open else math.isfinite(value.item())
+    return guard(value - value == 0) if recordings else math.isfinite(value.item())
 
 
 def guard_at_most(value: Tensor, limit: float) -> bool:
     """Return whether a scalar is at most ``limit``; add a guard while a step is recorded."""
-    return guard(value <= limit) if _open else value.item() <= limit
+    return guard(value <= limit) if recordings else value.item() <= limit
 
 
 def add_guard(condition: Tensor) -> bool:
     """Add a condition as a guard if a step is being recorded; return whether one is."""
-    if _open:
-        _open[-1].append(condition.detach())
-    return bool(_open)
+    if recordings:
+        recordings[-1].append(condition.detach())
+    return bool(recordings)
 
 
 def fail_if_recording(reason: str) -> None:
@@ -89,25 +99,20 @@ def fail_if_recording(reason: str) -> None:
 
     :raises RuntimeError: with the reason; the step then runs uncompiled.
     """
-    if _open:
+    if recordings:
         raise RuntimeError(reason)
 
 
 @contextmanager
-def recorded_guards(validates: bool = False) -> Iterator[list[Tensor]]:
-    """
-    Record a step inside; the yielded list receives its guards.
-
-    :param bool validates: whether :data:`guarded_supports` are checked.
-    """
-    guards: list[Tensor] = []
-    _open.append(guards)
-    guarded_supports.extend([None] * validates)
+def recorded_guards(supports: bool = False) -> Iterator[Guards]:
+    """Record a step inside; the yielded list receives its guards."""
+    guards = Guards()
+    guards.supports = supports
+    recordings.append(guards)
     try:
         yield guards
     finally:
-        _open.pop()
-        del guarded_supports[len(guarded_supports) - validates :]
+        recordings.pop()
 
 
 # Devices: reading tensors without waiting, and moving modules to the device of a tensor.
@@ -161,14 +166,14 @@ class Generators:
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda: list[Tensor] = []
-        if torch.cuda.is_initialized():
-            self._cuda = torch.cuda.get_rng_state_all()
+        if cuda.is_initialized():
+            self._cuda = cuda.get_rng_state_all()
 
     def put_back(self) -> None:
         """Restore the states, so that the same numbers are drawn again."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+            cuda.set_rng_state_all(self._cuda)
 
     def have_moved(self) -> bool:
         """Return whether numbers were drawn since."""

@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.ops.tensors import guard, guarded_supports
+from pyro_mcvae.ops.tensors import guard, recordings
 from pyro_mcvae.programs.exact_logs import copy_logs, exact_logs
 from pyro_mcvae.programs.supports import relaxed_log_prob
 from pyro_mcvae.programs.types import (
@@ -399,7 +399,7 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
-    if guarded_supports and program == "model":
+    if recordings and recordings[-1].supports and program == "model":
         check_support(site)
     with naming_site(site, program), exact_logs(value):
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
