@@ -5,20 +5,17 @@ import pyro.distributions as dist
 import pyro.optim
 import pytest
 import torch
-from pyro.infer import SVI
 
 from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
-    LearnedSchedule,
     RandomWalk,
-    SigmoidSchedule,
     TraceAIS_ELBO,
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.chains.parameters import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from tests.chains.densities import learned_moves
 from tests.estimates import assert_mean
 from tests.models import (
@@ -31,7 +28,7 @@ from tests.models import (
     UnequalPlates,
     UnequalWalks,
 )
-from tests.zoo import EXAMPLES, data, param
+from tests.zoo import data, param
 
 KERNELS = {
     "ULA": (TraceSIS_ELBO, lambda: ULA(0.1)),
@@ -165,40 +162,6 @@ def test_mean_joint_weight_is_the_evidence_of_all_data(kernel, coordinates, vect
     assert elbo.last_step.acceptance.numel() == (2 if cls is TraceAIS_ELBO else 3)
 
 
-def counted_runs(cls, name, kernel, num_steps):
-    example = EXAMPLES[name]()
-    programs = example.counted
-    elbo = cls(
-        num_steps,
-        kernel,
-        num_particles=3,
-        vectorize_particles=True,
-        max_plate_nesting=example.nesting,
-    )
-    for _ in range(2):  # in which the programs are analysed
-        elbo.loss_and_grads(programs.model, programs.guide)
-    before = dict(example.calls)
-    elbo.loss_and_grads(programs.model, programs.guide)
-    return {k: example.calls[k] - before[k] for k in before}
-
-
-@pytest.mark.parametrize(("name", "num_steps"), [("plain", 1), ("hierarchical-mean-field", 4)])
-def test_runs_of_the_model_and_of_a_mean_field_guide(name, num_steps):
-    k = num_steps
-    for cls, kernel, expected in [
-        (TraceSIS_ELBO, ULA(0.1), k + 1),
-        (TraceSIS_ELBO, UnderdampedLangevin(0.1), k + 1),
-        (TraceAIS_ELBO, MALA(0.1), k),
-        (TraceAIS_ELBO, HMC(0.1, num_leapfrog=3), (k - 1) * 3 + 1),
-    ]:
-        assert counted_runs(cls, name, kernel, k) == {"model": expected, "guide": 1}
-
-
-def test_a_structured_guide_is_run_with_the_model():
-    assert counted_runs(TraceSIS_ELBO, "structured", ULA(0.1), 4) == {"model": 5, "guide": 5}
-    assert counted_runs(TraceAIS_ELBO, "structured", MALA(0.1), 4) == {"model": 4, "guide": 4}
-
-
 @pytest.mark.parametrize(
     ("cls", "kernel"),
     [
@@ -260,38 +223,6 @@ def test_a_few_diverged_chains_shorten_an_unadjusted_step():
     assert elbo.loss(model, guide) < 0.01 * first
 
 
-def learner(cls, schedule):
-    kernel = ULA if cls is TraceSIS_ELBO else MALA
-    return cls(kernel=kernel(LearnedStepSize(0.05)), schedule=schedule(3), num_particles=2)
-
-
-@classes
-@pytest.mark.parametrize(
-    ("schedule", "way"), [(LearnedSchedule, "SVI"), (SigmoidSchedule, "torch.optim")]
-)
-def test_schedule_and_step_size_are_learned(cls, schedule, way):
-    exact = ConjugateGaussian(N=5)
-    elbo = learner(cls, schedule)
-    before = {n: p.detach().clone() for n, p in elbo.named_parameters()}
-    assert len(before) == 2
-    assert set(before) <= set(elbo.state_dict())
-    if way == "SVI":
-        svi = SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.05}), elbo)
-        for _ in range(3):
-            svi.step()
-    else:
-        pyro.get_param_store().clear()
-        loss = elbo(exact.model, exact.guide)
-        loss()
-        optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-    for name, p in elbo.named_parameters():
-        assert (p != before[name]).any(), name
-
-
 @classes
 def test_reweighted_gradients_by_hand(cls):
     """theta: normalised weights of the ends; phi: the plain ELBO of the first draws."""
@@ -331,9 +262,6 @@ def test_reweighted_gradients_by_hand(cls):
         assert torch.allclose(-pyro.param(name).grad, grad), name
 
 
-ROUGH = ("mixture", "implicit")
-
-
 @kernels
 def test_padding_changes_nothing(cls, kernel, monkeypatch):
     """Masked data: the bound and the gradients of the others alone."""
@@ -368,30 +296,6 @@ def test_padding_changes_nothing(cls, kernel, monkeypatch):
     assert padded == pytest.approx(loss)
     for n in grads:
         assert torch.allclose(grads[n], padded_grads[n]), n
-
-
-@pytest.mark.parametrize(
-    ("name", "coordinates"),
-    [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(EXAMPLES) if n not in ROUGH][::5],
-)
-def test_the_first_gradient_is_that_of_an_evaluation_there(name, coordinates):
-    """Metropolis moves to and from the first state must follow the same gradient."""
-    example = EXAMPLES[name]()
-    elbo = TraceAIS_ELBO(2, MALA(0.01), coordinates=coordinates, vectorize_particles=True)
-    chains = []
-    run = elbo._run
-
-    def recorded(density, slots):
-        chain = run(density, slots)
-        at = density(chain.start.position.detach())
-        chains.append((chain.start, at))
-        return chain
-
-    elbo._run = recorded
-    elbo.loss_and_grads(example.model, example.guide, *example.args)
-    ((start, again),) = chains
-    assert torch.allclose(start.grad_base, again.grad_base)
-    assert torch.allclose(start.grad_weight, again.grad_weight)
 
 
 @pytest.mark.parametrize(

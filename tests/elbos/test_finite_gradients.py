@@ -190,19 +190,6 @@ def test_distributions_with_a_boundary(name, objective, extreme, dtype):
     assert_finite(OBJECTIVES[objective](), *pair, may_refuse=objective in DRAWS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extreme", EXTREMES)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("name", BOUNDED)
-def test_every_distribution_with_every_objective(name, objective, extreme):
-    """In single precision, which rounds to boundaries; in double one with the law above."""
-    torch.set_default_dtype(torch.float32)
-    make, prior = BOUNDED[name]
-    c, s = EXTREMES[extreme]
-    pair = programs(lambda: make(c, s), lambda: prior(s))
-    assert_finite(OBJECTIVES[objective](), *pair, 20, may_refuse=objective in DRAWS)
-
-
 MOVED = sorted(n for n in MADE if not MADE[n](torch.tensor(0.1), torch.tensor(0.2)).batch_shape)
 
 
@@ -318,30 +305,6 @@ def test_a_gradient_that_is_not_finite_is_an_error(objective, validate):
         svi.step()
     assert pyro.param("loc") == 0.3
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
-
-
-def test_a_device_is_read_once_after_the_backward_pass(monkeypatch):
-    """Where a read waits for a device: the same loss, gradient and errors."""
-    monkeypatch.setattr("pyro_mcvae.elbos.base.costs_nothing_to_read", lambda value: False)
-    make, prior = BOUNDED["Gamma"]
-    pair = programs(lambda: make(1.0, 1.0), lambda: prior(1.0))
-    result = []
-    for loss in (TraceIWAE_ELBO(3).loss, TraceIWAE_ELBO(3).loss_and_grads):
-        pyro.set_rng_seed(0)
-        result.append(loss(*pair))
-    assert result[0] == pytest.approx(result[1], rel=1e-12)
-    params = dict(pyro.get_param_store().named_parameters())
-    assert all(params[n].grad.isfinite().all() for n in ("c", "r"))
-
-    def impossible():
-        pair[0]()
-        pyro.factor("never", torch.tensor(-math.inf))
-
-    with pytest.raises(ValueError, match="site 'never' of the model"):
-        TraceIWAE_ELBO(3).loss_and_grads(impossible, pair[1])
-    assert all(p.grad is None for p in params.values())
-    with pytest.raises(ValueError, match=MESSAGE):
-        TraceIWAE_ELBO(3).loss_and_grads(rough_model, rough_guide)
 
 
 def test_a_gradient_that_is_not_finite_in_backward():

@@ -9,29 +9,22 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
-from pyro.infer.autoguide import AutoDelta, AutoNormal, AutoNormalMessenger, init_to_mean
+from pyro.infer.autoguide import AutoNormal, AutoNormalMessenger
 from pyro.nn import PyroModule, PyroSample
 from pyro.ops.indexing import Vindex
 
 from pyro_mcvae import (
     ULA,
-    CompiledELBO,
-    MonteCarloEM,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
-    TraceRenyi_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     TraceTruncated_ELBO,
     TruncatedPosterior,
-    WakeSleep,
     log_evidence,
-    report,
-    sandwich,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from tests.clients.programs import EXAMPLES
 
 PARALLEL = {"enumerate": "parallel"}
 X = torch.tensor([-0.7, 0.4, 1.9], dtype=torch.float64)
@@ -49,13 +42,6 @@ def guide(x):
     slope = pyro.param("slope", torch.tensor(0.3))
     with pyro.plate("data", len(x)):
         pyro.sample("z", dist.Normal(slope * x, 0.9))
-
-
-def gradients(loss, model=mixture):
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    value = loss.loss_and_grads(model, guide, X)
-    return value, {n: p.grad for n, p in pyro.get_param_store().named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -203,17 +189,6 @@ def test_programs_that_read_the_shape_of_states_are_refused():
         TraceSGVB_ELBO().loss(model, guide, X)
 
 
-def test_programs_that_do_not_broadcast_over_states_are_refused():
-    def model(x):
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
-            pyro.sample("x", dist.Normal(torch.cat([z[:2], (z + y)[..., 2:]]), 0.8), obs=x)
-
-    with pytest.raises(RuntimeError, match="cannot be run with all values of its enumerated sites"):
-        TraceSGVB_ELBO().loss(model, guide, X)
-
-
 @pytest.mark.parametrize("expanded", [False, True])
 def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
     """A decoder of y beside z, concatenated: z has no dim of y's values."""
@@ -238,82 +213,6 @@ def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
         else:
             with pytest.raises(RuntimeError, match=r"same number of dim.* values of 'y' side by"):
                 elbo.loss(model, guide, X)
-
-
-def test_one_particle_may_index_a_table_of_latents_by_the_states():
-    """Each state has a dim; the tables, which the guide draws once, have none."""
-    hmm = EXAMPLES["hmm"]()
-    drawn = poutine.block(hmm.model, expose=["probs_x", "probs_y"])
-
-    def loss(elbo):
-        pyro.clear_param_store()
-        return elbo.loss_and_grads(hmm.model, AutoDelta(drawn, init_to_mean), *hmm.data)
-
-    assert loss(TraceRaoBlackwell_ELBO()) == pytest.approx(loss(TraceEnum_ELBO()), rel=1e-12)
-
-
-def test_marks_at_sites_that_the_guide_draws_are_no_sums():
-    def drawing(x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("z", dist.Normal(0.3 * x, 0.9))
-            pyro.sample("y", dist.Bernoulli(0.5))
-
-    def model(x):
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            y = pyro.sample("y", dist.Bernoulli(0.7), infer=PARALLEL)
-            s = pyro.sample("s", dist.Bernoulli(0.4), infer=PARALLEL)
-            pyro.sample("x", dist.Normal(z + y + s, 0.8), obs=x)
-
-    pyro.set_rng_seed(0)
-    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, drawing, X)
-    pyro.set_rng_seed(0)
-    assert TraceSGVB_ELBO(analytic_kl=False).loss(model, drawing, X) == pytest.approx(exact)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        TraceSGVB_ELBO,
-        lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
-        pytest.param(
-            lambda: TraceSIS_ELBO(2, ULA(0.01), num_particles=2, vectorize_particles=True),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["sgvb", "iwae", "sis"],
-)
-def test_recorded_losses_have_the_numbers_of_plain_ones(make):
-    result = []
-    for loss in (make(), CompiledELBO(make(), backend="eager")):
-        pyro.clear_param_store()
-        values = []
-        for seed in range(2):
-            pyro.set_rng_seed(seed)
-            values.append(loss.loss_and_grads(mixture, guide, X))
-        grads = [p.grad for _, p in pyro.get_param_store().named_parameters()]
-        result.append(torch.cat([torch.tensor(values), *(g.reshape(-1) for g in grads)]))
-    assert torch.allclose(*result, rtol=1e-10)
-
-
-def test_comparisons_train_the_model_on_the_sum():
-    _, exact = gradients(TraceSGVB_ELBO(analytic_kl=False))
-    value, wake = gradients(WakeSleep())
-    assert math.isfinite(value)
-    assert torch.allclose(wake["prior"], exact["prior"], rtol=1e-8)
-    value, em = gradients(MonteCarloEM())
-    assert math.isfinite(value)
-    assert em["prior"].abs().sum() > 0
-
-
-@pytest.mark.slow
-def test_judges_take_enumerated_models():
-    pyro.set_rng_seed(1)
-    result = sandwich(mixture, guide, X, schedule=2, num_particles=5)
-    assert result is not None
-    assert "log evidence" in str(report(mixture, guide, X, num_particles=50))
-    elbo = TraceRenyi_ELBO(alpha=0.5, num_particles=3, vectorize_particles=True)
-    assert math.isfinite(elbo.loss(mixture, guide, X))
 
 
 def test_truncated_posteriors_search_enumerated_sites():

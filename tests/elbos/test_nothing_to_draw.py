@@ -96,26 +96,12 @@ def test_minibatches_are_scaled_outside(objective):
     assert math.isclose(loss, -1.5 * exact.sum().item())
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": 3}, {"kernel": mc.ULA()}], ids=str)
-def test_log_evidence_is_exact(options):
-    for model, exact in EXACT.values():
-        result = mc.log_evidence(model, guide, num_particles=30, **options)
-        assert torch.allclose(result.log_evidence, exact(means()).detach())
-        assert (result.standard_error == 0).all()
-        assert not result.unreliable.any()
-
-
 def test_draws_are_those_of_the_states():
     draws = mc.refine(mixture, guide, num_samples=4000, num_particles=2, schedule=2)
     logits = PRIOR.log() + dist.Normal(means(), 0.8).log_prob(X[:, :1])
     exact = logits.softmax(-1)[:, 1].detach()
     error = (exact * (1 - exact) / 4000).sqrt()
     assert ((draws["y"].double().mean(0) - exact).abs() < 4 * error).all()
-
-
-def test_both_sides_meet():
-    result = mc.sandwich(mixture, guide, X[:, 0].clone(), num_particles=2, schedule=3)
-    assert torch.allclose(result.lower, result.upper)
 
 
 def test_what_lies_in_several_plates_is_one_weight_or_outside():
@@ -135,17 +121,6 @@ def test_what_lies_in_several_plates_is_one_weight_or_outside():
     for elbo in (mc.TraceIWAE_ELBO(2), mc.TraceSIS_ELBO(2)):
         loss = elbo.loss(model, guide, torch.tensor([0, 1]))
         assert math.isclose(loss, -(1.5 * part + rest).item())
-
-
-def test_data_without_latents_have_their_likelihood():
-    # The auxiliary loss of Pyro's semi-supervised VAE: everything is observed.
-    def model():
-        with pyro.plate("data", 3), poutine.scale(scale=46.0):
-            pyro.sample("x", dist.Normal(means().sum(), 1.0), obs=X[:, 0])
-
-    exact = 46.0 * dist.Normal(0.5, 1.0).log_prob(X[:, 0])
-    for objective in OBJECTIVES.values():
-        assert torch.allclose(objective().bounds(model, guide).per_datum, exact)
 
 
 def test_point_masses_are_no_exact_sum():

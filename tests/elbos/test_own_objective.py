@@ -117,21 +117,3 @@ def test_bounds_of_another_shape_are_refused():
         Unreduced(3).loss(model, guide)
     with pytest.raises(NotImplementedError, match="ByHand has no bounds per datum"):
         ByHand(2).bounds(model, guide)
-
-
-def test_an_objective_need_not_keep_its_runs():
-    """The search for masked latents then runs the programs itself."""
-
-    class Constant(MonteCarloELBO):
-        def estimate(self, programs):
-            return Estimate(torch.tensor(-2.0), torch.tensor(-2.0), [], scored=True)
-
-    def model():
-        pyro.sample(
-            "x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.ones(())
-        )
-
-    def guide():
-        pyro.sample("z", dist.Normal(0.5, 0.7))
-
-    assert Constant().loss(model, guide) == 2.0

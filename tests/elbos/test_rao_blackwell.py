@@ -1,380 +1,501 @@
-"""The laws of the Rao-Blackwellized gradients: their mean is the exhaustive sum's."""
+"""
+Costs of a step, noise that must not leak, degenerate probabilities, learned parts, and errors.
 
+That values and gradients are those of the sum over all values is in test_discrete_sums.py.
+"""
+
+import logging
 import math
-from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
+import pyro.optim
 import pytest
 import torch
-from pyro import poutine
-from pyro.infer import SVI
-from pyro.nn import PyroModule
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.infer.autoguide.effect import GuideMessenger
+from pyro.ops.indexing import Vindex
 
 from pyro_mcvae import (
     NVIL,
     REBAR,
     RELAX,
+    GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
-    SummedMean,
     TraceRaoBlackwell_ELBO,
+    TraceSIS_ELBO,
 )
-from tests.elbos.discrete_programs import ALL, PROGRAMS, Discrete, normal, param, randn, x
-
-SLOW = pytest.mark.slow
-programs = pytest.mark.parametrize("name", PROGRAMS)
-ESTIMATORS = {
-    "k0": lambda: {"num_categories": 0},
-    "k0-n3": lambda: {"num_categories": 0, "num_samples": 3},
-    "k1": dict,
-    "k2-n2": lambda: {"num_categories": 2, "num_samples": 2},
-    "budget2": lambda: {"budget": 2},
-    "k0-plus": lambda: {"num_categories": 0, "baseline": IndependentDraw()},
-    "k1-plus": lambda: {"baseline": IndependentDraw()},
-    "k1-loo": lambda: {"num_samples": 2, "baseline": LeaveOneOut()},
-    "k1-summed": lambda: {"baseline": SummedMean()},
-    "k1-exact-entropy": lambda: {"entropy": "exact"},
-}
+from tests.elbos.discrete_programs import ALL, PROGRAMS, param, take_gradients, x
+from tests.estimates import assert_mean
 
 
-def repeated(elbo, program, steps):
-    """Losses and gradients of several steps, one step per row."""
-    losses, grads = [], []
-    for i in range(steps):
-        with pyro.validation_enabled(i == 0):
-            losses.append(elbo.loss_and_grads(program.model, program.guide))
-        grads.append(program.take_gradients())
-    return torch.tensor(losses), {k: torch.stack([g[k] for g in grads]) for k in grads[0]}
+def one_site(logits, evaluated=None, infer=None, vector=False):
+    def model():
+        with pyro.plate("data", len(logits)):
+            y = pyro.sample("y", dist.Categorical(torch.ones(logits.shape[-1])))
+            if evaluated is not None:
+                evaluated.append(y.shape)
+            pyro.sample("x", dist.Normal(y.to(logits.dtype), 1.0), obs=torch.ones(len(logits)))
 
-
-def assert_means(program, elbo, steps=12, sigmas=6.5):
-    exact_loss, exact = program.exact()
-    losses, grads = repeated(elbo, program, steps)
-    for key, result, truth in [
-        ("loss", losses, exact_loss),
-        *((k, grads[k], exact[k]) for k in exact),
-    ]:
-        error = result.std(0) / steps**0.5
-        off = (result.mean(0) - truth).abs()
-        assert (off <= sigmas * error + 1e-9).all(), f"{key}: off by {off}, error {error}"
-
-
-@programs
-def test_k_of_all_values_is_the_exact_sum(name):
-    program = PROGRAMS[name]
-    loss, exact = program.exact()
-    for k, vectorize in ((4 if name == "binomial" else 3, False), (ALL, True)):
-        elbo = TraceRaoBlackwell_ELBO(k, num_particles=2, vectorize_particles=vectorize)
-        assert math.isclose(elbo.loss_and_grads(program.model, program.guide), loss, rel_tol=1e-9)
-        result = program.take_gradients()
-        for key, value in exact.items():
-            torch.testing.assert_close(result[key], value)
-
-
-def quick(name, estimator):
-    """Every second program with one estimator, one with every estimator; the rest is slow."""
-    place = list(PROGRAMS).index(name)
-    turn = ("k1", None, "k1-plus", None)[place % 4]
-    few = estimator == turn if name != "dependent" else estimator not in ("k0-n3", "k1", "k0-plus")
-    return pytest.param(name, estimator, marks=() if few else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("name", "estimator"), [quick(name, e) for name in PROGRAMS for e in ESTIMATORS]
-)
-def test_the_mean_is_the_exact_sum(name, estimator):
-    program = PROGRAMS[name]
-    elbo = TraceRaoBlackwell_ELBO(
-        num_particles=1000, vectorize_particles=True, **ESTIMATORS[estimator]()
-    )
-    assert_means(program, elbo)
-
-
-def tables(size):
-    """A fixed control variate that is far from zero."""
-    weight = torch.linspace(-2.0, 3.0, size)
-    return lambda relaxed, given: (relaxed**2 @ weight).sin() * 3.0 + relaxed[..., 0]
-
-
-QUICK_CONTROLS = ("single", 0, "nvil"), ("dependent", 1, "relax"), ("single", 0, "rebar")
-
-
-class Prediction(torch.nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = torch.nn.Parameter(torch.tensor(value))
-
-    def forward(self, given):
-        return self.value.expand(4, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "k", "kind"),
-    [
-        pytest.param(n, k, kind, marks=() if (n, k, kind) in QUICK_CONTROLS else SLOW)
-        for n in ("single", "dependent", "one-hot", "masked", "scaled")
-        for k in (0, 1, 2)
-        for kind in ("nvil", "relax", "rebar")
-    ],
-)
-def test_learned_control_variates_leave_the_mean(name, kind, k):
-    program = PROGRAMS[name]
-    baseline = {
-        "nvil": lambda: NVIL(Prediction(-3.0)),
-        "relax": lambda: RELAX(lambda y, x: tables(y.shape[-1])(y, x)),
-        "rebar": lambda: REBAR(lambda y, x: tables(y.shape[-1])(y, x), temperature=0.7, scale=0.5),
-    }[kind]()
-    annotated = with_input(program, torch.zeros(4))
-    elbo = TraceRaoBlackwell_ELBO(
-        k, num_particles=1000, vectorize_particles=True, baseline=baseline
-    )
-    assert_means(annotated, elbo)
-
-
-def with_input(program, value):
     def guide():
-        with poutine.infer_config(config_fn=lambda s: {"mcvae": {"baseline_input": value}}):
-            program.guide()
+        logits_q = pyro.param("logits", lambda: logits.clone())
+        with pyro.plate("data", len(logits)):
+            pyro.sample("y", dist.Categorical(logits=logits_q), infer=infer or {})
 
-    return replace(program, guide=guide)
+    return model, guide
 
 
 @pytest.mark.parametrize(
-    ("kind", "interface"),
+    ("options", "count"),
     [
-        ("nvil", "svi"),
-        pytest.param("relax", "module", marks=pytest.mark.slow),
-        pytest.param("nvil", "module", marks=pytest.mark.slow),
-        pytest.param("relax", "svi", marks=pytest.mark.slow),
-        pytest.param("rebar", "svi", marks=pytest.mark.slow),
-        pytest.param("rebar", "module", marks=pytest.mark.slow),
+        ({"num_categories": 2, "num_samples": 3}, 5),
+        ({"num_categories": 2, "num_samples": 3, "baseline": IndependentDraw()}, 6),
+        ({"num_categories": 1, "num_samples": 2, "baseline": LeaveOneOut()}, 3),
+        ({"budget": 4}, 4),
+        ({"num_categories": 1, "num_samples": 1, "baseline": REBAR(lambda y, x: y[..., 0])}, 2),
+        ({"num_categories": 0}, None),
     ],
 )
-def test_learned_parts_train_and_the_noise_falls(kind, interface):
-    locs = torch.tensor([-1.0, 0.5, 4.0])
-    data = torch.tensor([3.0, 2.0, 2.5, 3.5])
+def test_evaluations_are_k_plus_n_and_one_with_an_independent_draw(options, count):
+    shapes = []
+    model, guide = one_site(torch.zeros(5, 10), shapes)
+    elbo = TraceRaoBlackwell_ELBO(**options)
+    for _ in range(3):  # the first two also analyse the programs
+        elbo.loss_and_grads(model, guide)
+    assert shapes[-1] == ((5,) if count is None else (count, 5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_categories": 0},
+        {"num_categories": 2},
+        {"num_categories": math.inf},
+        {"budget": 2},
+        {"baseline": IndependentDraw()},
+        {"num_samples": 2, "baseline": LeaveOneOut()},
+        {"baseline": REBAR(lambda y, x: y[..., 0])},
+        {"entropy": "exact"},
+    ],
+)
+def test_degenerate_probabilities_give_numbers(options):
+    """Data with a value that cannot be, with ties, and with one value only."""
+    logits = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0], [0.0, -math.inf, -math.inf]])
+    for given in (logits, logits[:, :1]):
+        pyro.clear_param_store()
+        model, guide = one_site(given)
+        elbo = TraceRaoBlackwell_ELBO(**options)
+        assert math.isfinite(elbo.loss_and_grads(model, guide))
+        assert pyro.param("logits").grad.isfinite().all()
+        assert elbo.differentiable_loss(model, guide).isfinite()
+        assert elbo.bounds(model, guide).per_datum.isfinite().all()
+
+
+def test_costs_that_do_not_depend_on_a_site_add_no_noise():
+    def model(offset):
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(logits=param("prior", 3)))
+            u = pyro.sample("u", dist.Categorical(logits=param("other", 3)))
+            pyro.sample("x", dist.Normal(param("mu", 3)[y], 1.0), obs=torch.zeros(3))
+            pyro.sample("w", dist.Normal(param("nu", 3)[u] + offset, 1.0), obs=torch.zeros(3))
+        pyro.factor("constant", torch.tensor(100.0) * offset)
+
+    def guide(offset):
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Categorical(logits=param("q", 3, 3)))
+            pyro.sample("u", dist.Categorical(logits=param("r", 3, 3)))
+
+    for options in ({}, {"num_categories": 0}, {"num_categories": 0, "num_samples": 2}):
+        result = []
+        for offset in (0.0, 50.0):
+            pyro.set_rng_seed(3)
+            TraceRaoBlackwell_ELBO(**options).loss_and_grads(model, guide, offset)
+            result.append(pyro.param("q").grad.clone())
+            pyro.param("q").grad = None
+        torch.testing.assert_close(*result)
+
+
+def test_sites_by_themselves_and_enumerated_ones():
+    shapes = []
+
+    def slots_of(model, guide):
+        elbo = TraceRaoBlackwell_ELBO(0)
+        for _ in range(3):  # the first two also analyse the programs
+            elbo.loss_and_grads(model, guide)
+        return shapes[-1]
+
+    model, guide = one_site(torch.zeros(5, 10), shapes, {"mcvae": {"num_categories": 3}})
+    assert slots_of(model, guide) == (4, 5)
+    model, guide = one_site(torch.zeros(5, 10), shapes, {"mcvae": {"budget": 7}})
+    assert slots_of(model, guide) == (7, 5)
+    model, guide = one_site(torch.zeros(5, 10), shapes)
+    assert slots_of(model, config_enumerate(guide)) == (10, 1)
+
+
+def test_a_one_hot_site_takes_no_square_tensor():
+    size, largest = 500, [0]
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest[0] = max(largest[0], out.numel())
+            return out
+
+    def model():
+        with pyro.plate("data", 7):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(size)))
+            pyro.sample("x", dist.Normal(y @ torch.arange(float(size)), 1.0), obs=torch.ones(7))
+
+    def guide():
+        logits = pyro.param("logits", lambda: torch.zeros(7, size))
+        with pyro.plate("data", 7):
+            pyro.sample("y", dist.OneHotCategorical(logits=logits))
+
+    with Watch():
+        TraceRaoBlackwell_ELBO(5).loss_and_grads(model, guide)
+    assert largest[0] <= 6 * 7 * size
+
+
+def continuous(infer):
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def guide():
+        pyro.sample("z", dist.Normal(0.0, 1.0), infer=infer)
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_categories": -1}, "num_categories must be an int of at least 0 .* got -1"),
+        ({"num_categories": 1.5}, r"num_categories must be .* got 1\.5"),
+        ({"num_samples": -2}, "num_samples must be an int of at least 0, got -2"),
+        ({"num_categories": 0, "num_samples": 0}, "pass num_samples >= 1"),
+        ({"budget": 0}, "budget must be an int of at least 1, got 0"),
+        ({"baseline": LeaveOneOut()}, "needs num_samples >= 2, got 1"),
+        ({"budget": 1, "baseline": LeaveOneOut()}, "needs budget >= 2, got 1"),
+        ({"baseline": "nvil"}, "baseline must be a Baseline.* got 'nvil'"),
+        ({"entropy": "none"}, "entropy must be 'sampled' or 'exact', got 'none'"),
+    ],
+)
+def test_options_out_of_range(options, match):
+    with pytest.raises(ValueError, match=match):
+        TraceRaoBlackwell_ELBO(**options)
+
+
+@pytest.mark.parametrize("infer", [{}, {"enumerate": "parallel"}, {"mcvae": {"num_categories": 2}}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceRaoBlackwell_ELBO(math.inf),
+        TraceRaoBlackwell_ELBO,
+        lambda: TraceSIS_ELBO(2),
+    ],
+)
+def test_discrete_values_with_a_gradient_are_not_summed(make, infer):
+    """Sampled, and so 50 standard errors from the gradient of the sum that was asked for."""
+
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
+            pyro.sample("x", dist.Normal(y @ torch.arange(3.0), 1.0), obs=torch.ones(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            probs = pyro.param("probs", torch.ones(3, 3))
+            pyro.sample("y", dist.OneHotCategoricalStraightThrough(probs), infer=infer)
+
+    with pytest.raises(ValueError, match=r"'y' .OneHot.*StraightThrough. passes .* OneHotCategor"):
+        make().loss_and_grads(model, guide)
+
+
+def test_sites_that_cannot_have_slots_are_named():
+    elbo = TraceRaoBlackwell_ELBO()
+    with pytest.raises(ValueError, match=r"guide site 'z' .Normal. is continuous.*num_categories"):
+        elbo.loss_and_grads(*continuous({"mcvae": {"num_categories": 2}}))
+    with pytest.raises(ValueError, match=r"guide site 'y', infer=.*: num_categories .* -1"):
+        elbo.loss_and_grads(*one_site(torch.zeros(2, 3), infer={"mcvae": {"num_categories": -1}}))
+    with pytest.raises(ValueError, match=r"'y' has 3 values.*num_samples=0 leaves the others out"):
+        TraceRaoBlackwell_ELBO(1, 0).loss_and_grads(*one_site(torch.zeros(2, 3)))
+    with pytest.raises(ValueError, match=r"GumbelSoftmax relaxes OneHot.*'y' is a Categorical"):
+        TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax()).loss(*one_site(torch.zeros(2, 3)))
+
+
+def test_an_nvil_network_of_the_wrong_shape():
+    class Wrong(torch.nn.Module):
+        def forward(self, given):
+            return torch.zeros(7)
+
+    model, guide = one_site(torch.zeros(5, 3))
+    elbo = TraceRaoBlackwell_ELBO(baseline=NVIL(Wrong()))
+    with pytest.raises(ValueError, match=r"got none: pass another one by"):
+        elbo.loss_and_grads(model, guide)
+    site = {"mcvae": {"baseline_input": x(5)}}
+    with pytest.raises(ValueError, match=r"must return shape .*5,.*got \(7,\)"):
+        elbo.loss_and_grads(*one_site(torch.zeros(5, 3), infer=site))
+
+
+class Scored(GuideMessenger):
+    """Draws that are not reparameterized, discrete ones from their prior."""
+
+    def get_posterior(self, name, prior):
+        if prior.support.is_discrete:
+            return prior
+        loc = pyro.param("loc", torch.full(prior.batch_shape, 0.2))
+        return dist.Normal(loc, 1.0).has_rsample_(False)
+
+
+def test_messenger_guides_have_no_slots():
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def mixed():
+        pyro.sample("y", dist.Bernoulli(0.3))
+        model()
+
+    assert math.isfinite(TraceRaoBlackwell_ELBO().loss_and_grads(model, AutoNormalMessenger(model)))
+    with pytest.raises(ValueError, match=r"site 'y' .* can have no slots"):
+        TraceRaoBlackwell_ELBO().loss(mixed, Scored(mixed))
+
+
+def test_messenger_guides_score_continuous_draws():
+    def model():
+        with pyro.plate("data", 4000):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.7))
+
+    TraceRaoBlackwell_ELBO().loss_and_grads(model, Scored(model))
+    assert_mean(pyro.param("loc").grad, 0.2 + (0.2 - 0.7))
+
+
+def test_subsampled_steps_share_one_minibatch():
+    seen = []
+
+    def model():
+        with pyro.plate("data", 10, subsample_size=3) as i:
+            seen.append(i)
+            pyro.sample("y", dist.Bernoulli(0.5 * torch.ones(3)))
+
+    def guide():
+        with pyro.plate("data", 10, subsample_size=3) as i:
+            seen.append(i)
+            pyro.sample("y", dist.Bernoulli(logits=param("q", 10)[i]))
+
+    elbo = TraceRaoBlackwell_ELBO(num_particles=3, vectorize_particles=False)
+    for _ in range(2):
+        elbo.loss_and_grads(model, guide)
+    seen.clear()
+    elbo.loss_and_grads(model, guide)
+    assert len(seen) == 6
+    assert all((i == seen[0]).all() for i in seen)
+
+
+def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
+    def sequence(observe):
+        y = None
+        for t in pyro.markov(range(30)):
+            logits = torch.zeros(3) if y is None else Vindex(param("a", 3, 3))[y, :]
+            y = pyro.sample(f"y{t}", dist.Categorical(logits=logits))
+            if observe:
+                pyro.sample(f"x{t}", dist.Normal(y.to(logits.dtype), 1.0), obs=torch.tensor(1.0))
+
+    programs = (lambda: sequence(True)), (lambda: sequence(False))
+    with pytest.raises(ValueError, match=r"site 'y\d+' would take \d+ slots.*math.inf.*once by"):
+        TraceRaoBlackwell_ELBO().loss_and_grads(*programs)
+    assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(*programs))
+    exact = TraceEnum_ELBO(max_plate_nesting=0).loss(programs[0], config_enumerate(programs[1]))
+    assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(*programs), exact)
+
+
+def test_labels_joined_with_data_have_the_sizes_of_their_plates():
+    x = torch.tensor([0.3, -1.0, 0.8])
+
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(torch.tensor([0.3, 0.7])))
+            labels = torch.nn.functional.one_hot(y, 2).to(x)
+            both = torch.cat([x[:, None].expand(*y.shape, 1), labels], -1)
+            pyro.sample("x", dist.Normal(both @ torch.tensor([0.5, 1.0, -1.0]), 1.0), obs=x)
+
+    def guide(**infer):
+        with pyro.plate("data", 3):
+            logits = torch.tensor([0.2, 0.0]).expand(3, 2)
+            pyro.sample("y", dist.Categorical(logits=logits), infer=infer)
+
+    def expanded():
+        guide(enumerate="parallel", expand=True)
+
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, expanded)
+    for program in (guide, expanded):
+        assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(model, program), exact)
+
+
+def test_sequential_enumeration_is_the_exact_sum():
+    logits = torch.tensor([[0.2, -1.0, 0.4], [1.0, 0.0, 0.3]])
+    losses = [
+        TraceRaoBlackwell_ELBO(num).loss(*one_site(logits, infer=infer))
+        for num, infer in ((math.inf, None), (1, {"enumerate": "sequential"}))
+    ]
+    model, guide = one_site(logits)
+    losses.append(TraceEnum_ELBO().loss(model, config_enumerate(guide, "sequential")))
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("baseline", [None, LeaveOneOut()])
+def test_draws_of_one_site_have_the_mean_of_the_exact_sum(baseline):
+    def gradients(elbo, infer, count):
+        logits = torch.tensor([0.2, -1.0, 0.4]).expand(count, 3)
+        pyro.clear_param_store()
+        elbo.loss_and_grads(*one_site(logits, infer=infer))
+        return next(p for _, p in pyro.get_param_store().named_parameters()).grad
+
+    exact = gradients(TraceRaoBlackwell_ELBO(math.inf), None, 1)[0]
+    drawn = {"enumerate": "parallel", "num_samples": 4}
+    elbo = TraceRaoBlackwell_ELBO(num_samples=2, baseline=baseline)
+    assert_mean(gradients(elbo, drawn, 4000), exact)
+
+
+def test_a_baseline_that_needs_more_draws_of_one_site_says_so():
+    drawn = {"enumerate": "parallel", "num_samples": 1}
+    with pytest.raises(
+        ValueError, match=r"site 'y'.*LeaveOneOut compares.*num_samples >= 2, got 1"
+    ):
+        TraceRaoBlackwell_ELBO(num_samples=2, baseline=LeaveOneOut()).loss(
+            *one_site(torch.zeros(2, 3), infer=drawn)
+        )
+
+
+def test_continuous_sites_with_draws_of_their_own_are_drawn_once(caplog):
+    losses = []
+    for infer in (None, {"enumerate": "parallel", "num_samples": 10}):
+        pyro.set_rng_seed(0)
+        losses.append(TraceRaoBlackwell_ELBO(num_particles=3).loss(*continuous(infer or {})))
+    assert losses[0] == losses[1]
+    assert "'z' (Normal) is marked for 10 draws" in caplog.text
+
+
+class Network(torch.nn.Module):
+    """A prediction of the cost from the data, or from a relaxed value beside them."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layer = torch.nn.Linear(size, 1)
+
+    def forward(self, *given):
+        shape = torch.broadcast_shapes(*(g.shape[:-1] for g in given))
+        both = torch.cat([g.expand(*shape, -1) for g in given], -1)
+        return self.layer(torch.cat([both, both**2], -1))
+
+
+@pytest.mark.parametrize(
+    "kind", ["nvil", *(pytest.param(k, marks=pytest.mark.slow) for k in ("relax", "rebar"))]
+)
+def test_learned_parts_train_and_the_noise_falls(kind):
+    locs, data = torch.tensor([-1.0, 0.5, 4.0]), torch.tensor([[3.0], [2.0], [2.5], [3.5]])
 
     def model(x):
         with pyro.plate("data", 4):
             y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
-            pyro.sample("x", dist.Normal(y @ locs, 1.0), obs=x)
+            pyro.sample("x", dist.Normal(y @ locs, 1.0), obs=x.squeeze(-1))
 
-    class Guide(PyroModule):
-        def __init__(self):
-            super().__init__()
-            self.logits = torch.nn.Parameter(torch.zeros(4, 3))
-
-        def forward(self, x):
-            with pyro.plate("data", 4):
-                pyro.sample("y", dist.OneHotCategorical(logits=self.logits))
-
-    class Network(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2 if kind == "nvil" else 4, 1)
-
-        def forward(self, *given):
-            given = [g if g.dim() > 1 else torch.stack([g, g**2], -1) for g in given]
-            if len(given) == 1:
-                return self.layer(given[0])
-            relaxed, x = given
-            return self.layer(torch.cat([relaxed, x[:, :1].expand(relaxed.shape[:-1] + (1,))], -1))
+    def guide(x):
+        logits = pyro.param("logits", torch.zeros(4, 3))
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.OneHotCategorical(logits=logits))
 
     def cost(y, x):
-        return -0.5 * (x - y @ locs) ** 2
+        return -0.5 * (x.squeeze(-1) - y @ locs) ** 2
 
     baseline = {
-        "nvil": lambda: NVIL(Network()),
-        "relax": lambda: RELAX(Network()),
+        "nvil": lambda: NVIL(Network(2)),
+        "relax": lambda: RELAX(Network(8)),
         "rebar": lambda: REBAR(cost, scale=0.1),
     }[kind]()
-    guide = Guide()
     elbo = TraceRaoBlackwell_ELBO(0, baseline=baseline)
     before = {k: v.detach().clone() for k, v in baseline.named_parameters()}
-    if interface == "svi":
-        fixed = {"lr": 0.02}
-
-        def rates(name):
-            return {"lr": 0.0} if "logits" in name else fixed
-
-        svi = SVI(model, guide, pyro.optim.Adam(rates), loss=elbo)
-        svi.step(data)
-        with pyro.validation_enabled(False):
-            for _ in range(200):
-                svi.step(data)
-    else:
-        module = elbo(model, guide)
-        learned = [p for n, p in module.named_parameters() if "logits" not in n]
-        assert len(learned) == len(before)
-        optimizer = torch.optim.Adam(learned, lr=0.02)
-        for _ in range(200):
-            optimizer.zero_grad()
-            module(data).backward()
-            optimizer.step()
+    fixed = pyro.optim.Adam(lambda name: {"lr": 0.0 if "logits" in name else 0.02})
+    svi = SVI(model, guide, fixed, loss=elbo)
+    for i in range(120):
+        with pyro.validation_enabled(i == 0):
+            svi.step(data)
     assert all((v != before[k]).all() for k, v in baseline.named_parameters())
 
     def noise(loss):
         result = []
-        with pyro.validation_enabled(False):
-            for _ in range(90):
-                guide.zero_grad()
+        for _ in range(60):
+            with pyro.validation_enabled(False):
                 loss.loss_and_grads(model, guide, data)
-                result.append(guide.logits.grad.clone())
+            result.append(take_gradients()["logits"])
         return torch.stack(result).var(0).sum()
 
     assert noise(elbo) < 0.7 * noise(TraceRaoBlackwell_ELBO(0))
 
 
-def test_reparameterized_sites_behind_a_discrete_one():
-    def model():
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", dist.Categorical(logits=param("prior", 3)))
-            z = pyro.sample("z", dist.Normal(param("mu", 3)[y], 1.0))
-            pyro.sample("x", dist.Normal(z, 0.5), obs=torch.tensor([0.3, -1.0, 2.0]))
-
-    def guide():
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", dist.Categorical(logits=param("q", 3, 3)))
-            pyro.sample("z", dist.Normal(param("loc", 3)[y], param("scale", 3).exp()[y]))
-
-    x = torch.tensor([0.3, -1.0, 2.0])[:, None]
-    names = {"prior": (3,), "mu": (3,), "q": (3, 3), "loc": (3,), "scale": (3,)}
-    values = {n: randn(*s, seed=sum(map(ord, n))).requires_grad_() for n, s in names.items()}
-    log_q = values["q"].log_softmax(-1)
-    loc, variance = values["loc"], (2 * values["scale"]).exp()
-    # E log N(x; z, 0.5), E log N(z; mu, 1) and the entropies, of each category.
-    inner = -((x - loc) ** 2 + variance) / 0.5 - math.log(0.5)
-    inner = inner - ((loc - values["mu"]) ** 2 + variance) / 2 + values["scale"] + 0.5
-    inner = inner - 0.5 * math.log(2 * math.pi)
-    elbo = (log_q.exp() * (inner + values["prior"].log_softmax(-1) - log_q)).sum()
-    grads = torch.autograd.grad(-elbo, list(values.values()))
-    exact = dict(zip(values, grads, strict=True))
-
-    class Known(Discrete):
-        def exact(self):
-            return -elbo.item(), exact
-
-    program = Known(model, guide)
-    for options in (
-        {},
-        {"num_categories": 0},
-        {"num_categories": ALL},
-        {"entropy": "exact"},
-        {"baseline": IndependentDraw()},
-    ):
-        loss = TraceRaoBlackwell_ELBO(num_particles=1000, vectorize_particles=True, **options)
-        assert_means(program, loss)
-
-
-def vector_model():
-    with pyro.plate("data", 2):
-        b = pyro.sample("b", dist.Bernoulli(logits=param("p", 3)).to_event(1))
-        normal("x", (b @ param("w", 3)) ** 2, x(2))
-
-
-def vector_guide():
-    with pyro.plate("data", 2):
-        pyro.sample("b", dist.Bernoulli(logits=param("q", 2, 3)).to_event(1))
-
-
-def vector_exact():
-    """By the same programs with one site for each entry."""
+@pytest.mark.parametrize("hard", [False, True])
+def test_gumbel_softmax_trains(hard):
+    target = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
 
     def model():
         with pyro.plate("data", 2):
-            b = [pyro.sample(f"b{i}", dist.Bernoulli(logits=param("p", 3)[i])) for i in range(3)]
-            normal("x", sum(b[i] * param("w", 3)[i] for i in range(3)) ** 2, x(2))
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
+            pyro.sample("b", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(y, 0.3).to_event(1), obs=target)
 
     def guide():
         with pyro.plate("data", 2):
-            for i in range(3):
-                pyro.sample(f"b{i}", dist.Bernoulli(logits=param("q", 2, 3)[:, i]))
+            pyro.sample("y", dist.OneHotCategorical(logits=param("q", 2, 3)))
+            pyro.sample("b", dist.Bernoulli(logits=param("beta", 2)))
 
-    return Discrete(model, guide).exact()
-
-
-@pytest.mark.parametrize(
-    "estimator",
-    ["k1", "k1-loo", *(pytest.param(e, marks=SLOW) for e in ("k0", "k2-n2", "budget2", "k1-plus"))],
-)
-def test_a_vector_is_one_variable_over_the_product(estimator):
-    class Vector(Discrete):
-        def exact(self):
-            return vector_exact()
-
-    program = Vector(vector_model, vector_guide)
-    loss, _ = program.exact()
-    assert math.isclose(TraceRaoBlackwell_ELBO(8).loss(program.model, program.guide), loss)
-    options = ESTIMATORS[estimator]()
-    assert_means(
-        program, TraceRaoBlackwell_ELBO(num_particles=1000, vectorize_particles=True, **options)
-    )
+    elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5, hard=hard), entropy="exact")
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.2}), loss=elbo)
+    for i in range(50):
+        with pyro.validation_enabled(i == 0):
+            svi.step()
+    assert (pyro.param("q").argmax(-1) == torch.tensor([0, 1])).all()
+    assert (pyro.param("beta").abs() < 1.0).all()
 
 
-COUNTS = {
-    "poisson": lambda raw: dist.Poisson(raw.exp()),
-    "geometric": lambda raw: dist.Geometric(logits=raw),
-    "negative-binomial": lambda raw: dist.NegativeBinomial(2.5, logits=raw),
-}
+def test_a_loop_is_told_once(caplog):
+    program = PROGRAMS["gru"]
+    elbo = TraceRaoBlackwell_ELBO(1)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            elbo.loss(program.model, program.guide)
+    logged = [r.getMessage() for r in caplog.records if "summed jointly" in r.getMessage()]
+    assert len(logged) == 1, logged
 
 
-@pytest.mark.parametrize(
-    ("kind", "estimator"),
-    [
-        *[("poisson", "k0"), ("geometric", "k1"), ("poisson", "k2-n2"), ("geometric", "budget2")],
-        *(pytest.param("poisson", e, marks=SLOW) for e in ("k1", "budget2", "k1-loo")),
-        *(pytest.param("geometric", e, marks=SLOW) for e in ("k0", "k2-n2", "k1-loo")),
-        pytest.param("negative-binomial", "k1", marks=SLOW),
-    ],
-)
-def test_countable_sites(kind, estimator):
-    make = COUNTS[kind]
-
-    def model():
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", make(torch.tensor(0.4)))
-            normal("x", param("w") * (y + 0.1).log(), x(3))
-
-    def guide():
-        with pyro.plate("data", 3):
-            pyro.sample("y", make(0.5 * param("q", 3)))
-
-    class Truncated(Discrete):
-        def exact(self):
-            w, q = (
-                param(n, *s).detach().clone().requires_grad_() for n, s in (("w", ()), ("q", (3,)))
-            )
-            y = torch.arange(400.0)[:, None]
-            log_q = make(0.5 * q).log_prob(y)
-            cost = make(torch.tensor(0.4)).log_prob(y) - log_q
-            cost = cost + dist.Normal(w * (y + 0.1).log(), 0.8).log_prob(x(3))
-            loss = -(log_q.exp() * cost).sum()
-            grads = torch.autograd.grad(loss, [w, q])
-            return loss.item(), dict(zip(["w", "q"], grads, strict=True))
-
-    options = ESTIMATORS[estimator]()
-    elbo = TraceRaoBlackwell_ELBO(num_particles=320, vectorize_particles=True, **options)
-    assert_means(Truncated(model, guide), elbo)
+@pytest.mark.parametrize(("name", "count"), [("gru", 1), ("gru", ALL), ("softmax", 1)])
+def test_an_entropy_at_slots_in_rows_is_told_once_for_each_site(name, count, caplog):
+    program = PROGRAMS[name]
+    elbo = TraceRaoBlackwell_ELBO(count, entropy="exact")
+    for _ in range(2):
+        elbo.loss(program.model, program.guide)
+    logged = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
+    # The sum over all values has it exactly.
+    assert len(logged) == (name == "gru" and count == 1), logged
+    assert all("'y'" in t and "rows" in t for t in logged)
 
 
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        "budget2",
-        "k1-plus",
-        *(pytest.param(e, marks=SLOW) for e in ("k1", "k1-loo", "k1-exact-entropy")),
-    ],
-)
-def test_vectors_with_too_many_values_to_list(estimator, monkeypatch):
-    monkeypatch.setattr("pyro_mcvae.programs.supports._MAX_JOINT", 1)
+@pytest.mark.parametrize("kind", ["poisson", "masked", "plain"])
+def test_an_entropy_without_closed_form_is_told_once(kind, caplog):
+    def program(guide):
+        with pyro.plate("data", 2):
+            rate = param("rate", 2).exp() if guide else torch.ones(2).double()
+            fn = dist.Poisson(rate) if kind == "poisson" else dist.Bernoulli(rate / (1 + rate))
+            z = pyro.sample("z", fn.mask(True) if kind == "masked" else fn)
+            if not guide:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(2).double())
 
-    class Vector(Discrete):
-        def exact(self):
-            return vector_exact()
-
-    options = ESTIMATORS[estimator]()
-    elbo = TraceRaoBlackwell_ELBO(num_particles=1000, vectorize_particles=True, **options)
-    assert_means(Vector(vector_model, vector_guide), elbo)
-    with pytest.raises(ValueError, match=r"guide site 'b'.*too many values to list.*pass a finite"):
-        TraceRaoBlackwell_ELBO(ALL).loss(vector_model, vector_guide)
+    elbo = TraceRaoBlackwell_ELBO(1, entropy="exact")
+    for _ in range(2):
+        elbo.loss_and_grads(lambda: program(False), lambda: program(True))
+    logged = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
+    assert len(logged) == (kind != "plain"), logged
+    assert all("'z'" in t and "closed form" in t for t in logged)

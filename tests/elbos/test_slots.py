@@ -7,7 +7,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 
 from pyro_mcvae import (
     MALA,
@@ -15,7 +14,6 @@ from pyro_mcvae import (
     REBAR,
     RELAX,
     ULA,
-    CompiledELBO,
     GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
@@ -27,18 +25,14 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.kernels import Kernel, Proposal
-from pyro_mcvae.discrete.site_slots import SiteOptions
-from pyro_mcvae.discrete.slot_rows import SlotPlanner
-from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure.cache import Analysis
 from tests.elbos import discrete_programs
 from tests.elbos.chain_gradients import AcceptPaths, assert_slopes, bound, gradients, parameters_of
+from tests.elbos.discrete_programs import take_gradients
 from tests.elbos.slot_programs import (
     PROGRAMS,
     data,
     labels_evidence,
     labels_guide,
-    labels_joint,
     labels_model,
     labels_posterior,
 )
@@ -46,7 +40,6 @@ from tests.estimates import assert_mean
 
 ALL = math.inf
 known = pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if p.evidence])
-LARGE = ("nested", "crossed", "markov")  # with many slots
 # Draws of a Gamma are made by rejection, and are no smooth function of anything.
 SMOOTH = [n for n in PROGRAMS if n != "gamma"]
 
@@ -58,28 +51,6 @@ class Still(Kernel):
 
     def propose(self, state, target):
         return Proposal(state, torch.zeros_like(state.log_weight))
-
-
-def take_gradients():
-    return discrete_programs.Discrete.take_gradients()
-
-
-@pytest.mark.parametrize(
-    ("name", "vectorize"),
-    [
-        pytest.param(n, v, marks=() if v == (n in LARGE or i % 2) else pytest.mark.slow)
-        for i, n in enumerate(discrete_programs.PROGRAMS)
-        for v in (False, True)
-        if n != "subsampled"
-    ],
-)
-def test_discrete_guides_have_the_exact_sum_and_its_gradient(name, vectorize):
-    program = discrete_programs.PROGRAMS[name]
-    loss, exact = program.exact()
-    elbo = TraceSIS_ELBO(2, ULA(0.1), num_categories=ALL, vectorize_particles=vectorize)
-    assert elbo.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
-    for key, result in program.take_gradients().items():
-        torch.testing.assert_close(result, exact[key])
 
 
 def test_chains_that_do_not_move_are_the_rao_blackwellized_elbo():
@@ -250,30 +221,6 @@ def test_sampled_slots_have_the_mean_of_the_exact_sum(name, estimator):
     assert ((result - exact).abs() < 5.5 * error + 1e-9).all(), (result, exact, error)
 
 
-def test_the_posterior_of_labels_is_learned():
-    """By q(y | x), a table, beside a guide of z that is exact at each y."""
-    x = data(3)
-
-    def guide():
-        y = None
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", dist.Categorical(logits=pyro.param("table", torch.zeros(3, 3))))
-            variance = 1 / (1 / 0.8**2 + 1 / 0.6**2)
-            loc = pyro.param("mu").detach()[y] / 0.8**2 + x / 0.6**2
-            pyro.sample("z", dist.Normal(variance * loc + 0.4, 1.3 * variance**0.5))
-
-    labels_joint(x)
-    fixed = [p.detach().clone() for p in (pyro.param("prior"), pyro.param("mu"))]
-    elbo = TraceSIS_ELBO(2, ULA(0.2), num_categories=1, baseline=SummedMean(), num_particles=10)
-    svi = SVI(labels_model, guide, pyro.optim.Adam({"lr": 0.1}), loss=elbo)
-    for _ in range(60):
-        svi.step()
-        for p, value in zip((pyro.param("prior"), pyro.param("mu")), fixed, strict=True):
-            p.data.copy_(value)
-    result = pyro.param("table").detach().softmax(-1)
-    torch.testing.assert_close(result, labels_joint(x).detach().softmax(-1), atol=0.1, rtol=0.0)
-
-
 def test_observed_labels_leave_no_slots():
     """One pair of programs for data with and without labels."""
     elbo = TraceSIS_ELBO(2, ULA(0.1), num_categories=ALL)
@@ -306,48 +253,6 @@ def test_the_reweighted_gradient_weighs_slots_by_their_ends():
     torch.testing.assert_close(-grads[1]["prior"], weight - 3 * prior)
 
 
-def counts(is_model):
-    """As many trials as the site before says."""
-    param = discrete_programs.param
-    with pyro.plate("data", 2):
-        n = pyro.sample("n", dist.Categorical(logits=param("p" if is_model else "q", 2)))
-        logits = param("pk" if is_model else "qk")
-        k = pyro.sample("k", dist.Binomial(n.to(logits) + 1, logits=logits))
-        if is_model:
-            pyro.sample("x", dist.Normal(param("w") * k + n, 0.8), obs=data(2))
-
-
-def counts_bound():
-    param, total = discrete_programs.param, 0.0
-    for n in (0, 1):
-        for k in range(n + 2):
-            log_p, log_q = (
-                param(name, 2).log_softmax(-1)[n]
-                + dist.Binomial(n + 1, logits=param(name + "k")).log_prob(torch.tensor(float(k)))
-                for name in ("p", "q")
-            )
-            log_p = log_p + dist.Normal(param("w") * k + n, 0.8).log_prob(data(2))
-            total = total + (log_q.exp() * (log_p - log_q)).sum()
-    return total
-
-
-@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_supports_may_depend_on_the_sites_before(vectorize):
-    model, guide = (lambda: counts(True)), (lambda: counts(False))
-    options = {"num_particles": 2, "vectorize_particles": vectorize}
-    elbo = TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL, **options)
-    for _ in range(2):
-        loss, result = elbo.loss_and_grads(model, guide), take_gradients()
-    exact = -counts_bound()
-    exact.backward()
-    assert loss == pytest.approx(exact.item())
-    for key, value in take_gradients().items():
-        torch.testing.assert_close(result[key], value)
-    elbo = TraceSIS_ELBO(1, ULA(0.1), baseline=IndependentDraw(), **options)
-    losses = torch.tensor([elbo.loss(model, guide) for _ in range(30)])
-    assert (losses.mean() - exact).abs() < 4.5 * losses.std() / 30**0.5
-
-
 def test_discrete_sites_that_all_data_share_are_told(caplog):
     program = discrete_programs.PROGRAMS["subsampled"]
     elbo = TraceSIS_ELBO(1, ULA(0.1))
@@ -371,21 +276,6 @@ def test_a_learned_baseline_is_trained_and_leaves_the_value():
         result.append(elbo.loss_and_grads(model, guide, data(3).unsqueeze(-1)))
     assert result[0] == pytest.approx(result[1])
     assert network.weight.grad.abs().sum() > 0
-
-
-def test_a_recorded_step_is_the_plain_one():
-    program = PROGRAMS["around"]
-    elbo = TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
-    compiled = CompiledELBO(elbo, backend="eager")
-    for _ in range(3):
-        compiled.loss_and_grads(program.model, program.guide)
-        take_gradients()
-    pyro.set_rng_seed(0)
-    loss, grads = compiled.loss_and_grads(program.model, program.guide), take_gradients()
-    pyro.set_rng_seed(0)
-    assert loss == pytest.approx(elbo.loss_and_grads(program.model, program.guide))
-    for key, value in take_gradients().items():
-        torch.testing.assert_close(grads[key], value)
 
 
 def wide(is_model):
@@ -464,34 +354,6 @@ def test_elements_that_share_a_weight_have_too_many_values_together_and_are_draw
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_categories": -1}, "num_categories must be an int of at least 0"),
-        ({"num_categories": 0, "num_samples": 0}, "evaluate nothing"),
-        ({"budget": 2, "num_samples": 1}, "budget=2 is the number of evaluated values"),
-        ({"baseline": "loo"}, "must be a Baseline"),
-        ({"baseline": LeaveOneOut()}, "needs num_samples >= 2, got 1"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        TraceAIS_ELBO(**options)
-
-
-def test_a_later_analysis_of_the_programs_draws_nothing(monkeypatch):
-    def losses():
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        svi = SVI(program.model, program.guide, pyro.optim.Adam({"lr": 0.01}), elbo())
-        return [svi.step() for _ in range(20)]
-
-    program, elbo = PROGRAMS["labels"], lambda: TraceSIS_ELBO(1, num_categories=0, num_samples=1)
-    result = losses()
-    monkeypatch.setattr(Analysis, "is_due", False)
-    assert result == losses()
-
-
-@pytest.mark.parametrize(
     "cls", [TraceSIS_ELBO, pytest.param(TraceAIS_ELBO, marks=pytest.mark.slow)]
 )
 def test_minibatches_that_share_other_sites_are_run_as_by_a_new_loss(cls):
@@ -551,24 +413,6 @@ def test_a_mask_inside_of_an_event_takes_no_density_out_of_the_draw(loss):
         exact = exact - (log_q.sum(-1).exp() * log_weight).sum()
     exact.backward()
     torch.testing.assert_close(pyro.param("logits").unconstrained().grad, free.grad)
-
-
-def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
-    """Draws before a site are common to its slots, and log q(y | z) is part of the base density."""
-    program, elbo = PROGRAMS["around"], TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
-    elbo.slots = SlotPlanner(SiteOptions(ALL, 0), common=False)
-    density, slots = elbo._density(Programs(program.model, program.guide, (), {}), trains=True)
-    nodes = density.log_weight.first.sample.runs[0].guide_trace.nodes
-    log_q = nodes["y"]["fn"].log_prob(nodes["y"]["value"]).detach()
-    torch.testing.assert_close(slots.weight, slots.fold(log_q).exp())
-    first = slots.fold(nodes["a"]["value"])
-    torch.testing.assert_close(first[:, :1].expand(first.shape), first)
-    state = density.start()
-    noise = dist.Normal(0.0, 1.0).log_prob(state.position).sum(-1)
-    torch.testing.assert_close(state.log_base.detach(), (noise + log_q).detach())
-    step = 1e-5 * torch.randn_like(state.position)
-    ends = [density(state.position.detach() + s).log_base.detach() for s in (step, -step)]
-    torch.testing.assert_close((ends[0] - ends[1]) / 2, (state.grad_base * step).sum(-1).detach())
 
 
 @pytest.mark.parametrize(

@@ -184,19 +184,6 @@ def one_step(elbo, decoder, model, guide, x):
     return loss, [p.grad.clone() for p in decoder.parameters()]
 
 
-def test_all_interfaces_agree_also_at_the_first_step():
-    _, model, guide, x = network()
-    values = []
-    for run in ("loss", "loss_and_grads", "differentiable_loss"):
-        for _ in range(2):
-            pyro.clear_param_store()
-            elbo = TraceSIS_ELBO(3, kernel=ULA(0.1)).eval()
-            for _ in range(2):
-                pyro.set_rng_seed(0)
-                values.append(float(torch.as_tensor(getattr(elbo, run)(model, guide, x)).detach()))
-    assert max(values) - min(values) < 1e-9 * abs(values[0])
-
-
 def test_recorded_steps_are_smoothed():
     parts = network()
     plain, compiled = (TraceSIS_ELBO(3, kernel=ULA(0.1)) for _ in range(2))
@@ -395,34 +382,3 @@ def test_attention_is_differentiated_twice(cls):
     assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
     result = one_step(CompiledELBO(cls(3), backend="eager"), decoder, model, guide, x)
     assert result[0] == pytest.approx(loss)
-
-
-@pytest.mark.parametrize("vectorize", [None, False], ids=["mapped", "looped"])
-def test_mapped_and_looped_programs_are_smoothed(vectorize, caplog):
-    """A decoder whose dims count from the left runs under vmap, or one by one."""
-    decoder, model, guide, x = network(lambda: _Function(lambda h: torch.relu(h).softmax(1)))
-    elbo = TraceSIS_ELBO(2, num_particles=3, vectorize_particles=vectorize)
-    one_step(elbo, decoder, model, guide, x)
-    (message,) = logged(caplog)
-    assert "relu at" in message
-    assert "biased" not in message
-
-
-def test_a_structured_guide_is_smoothed(caplog):
-    """Which runs again at every position, with kinks of its own."""
-
-    def model(x):
-        with pyro.plate("data", len(x)):
-            a = pyro.sample("a", dist.Normal(torch.zeros(len(x)), 1.0))
-            b = pyro.sample("b", dist.Normal(a, 1.0))
-            pyro.sample("x", dist.Normal(b, 0.5), obs=x)
-
-    def guide(x):
-        with pyro.plate("data", len(x)):
-            a = pyro.sample("a", dist.Normal(torch.zeros(len(x)), 0.8))
-            pyro.sample("b", dist.Normal(torch.relu(a), 0.5))
-
-    TraceSIS_ELBO(2).loss_and_grads(model, guide, torch.rand(30))
-    (message,) = logged(caplog)
-    assert f"relu at {__file__}:" in message
-    assert "biased" not in message

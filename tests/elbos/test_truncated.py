@@ -19,8 +19,6 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
-from pyro_mcvae.elbos import truncated
-from tests.cases import every
 
 N = 6
 X = torch.tensor([1.9, 0.3, -1.1, 2.5, -0.4, 1.4])
@@ -280,27 +278,6 @@ def test_gradient_is_the_exact_one_over_the_set():
     (-joint.logsumexp(0).sum()).backward()
     for name, gradient in gradients().items():
         assert torch.allclose(result[name], gradient)
-
-
-@pytest.mark.parametrize(
-    "name", every(2, ["several", "nested", "semi-supervised", "globals", "locals"])
-)
-def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best(name, monkeypatch):
-    model, other, count, _ = PROGRAMS[name]
-    guide = TruncatedPosterior(model, count, evolution=EvolutionaryUpdate(1, 1), guide=other)
-    elbo = TraceTruncated_ELBO(vectorize_particles=name != "locals")
-    result, passes = [], []
-    elbo.loss(model, guide)
-    before = {n: b.clone() for n, b in guide.named_buffers()}
-    for little in (truncated._searches_little, lambda guide, runs: False):
-        monkeypatch.setattr(truncated, "_searches_little", little)
-        guide.load_state_dict(before)
-        pyro.set_rng_seed(1)
-        loss = elbo.loss_and_grads(model, guide)
-        result.append({"loss": torch.tensor(loss), **gradients(), **dict(guide.named_buffers())})
-        passes.append(elbo.num_runs)
-    assert passes[0] == passes[1] - (name != "semi-supervised")  # whose states may be impossible
-    torch.testing.assert_close(*result)
 
 
 def test_states_without_a_gradient_are_passed_over():
