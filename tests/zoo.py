@@ -12,6 +12,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.contrib.easyguide import easy_guide
 from pyro.infer import autoguide
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
@@ -551,4 +552,98 @@ EXAMPLES = {
     "minibatch": lambda: subsampled(torch.tensor([3, 1, 17])),
     "subsampled-without-latents": subsampled_without_latents,
     "conditioned": conditioned,
+}
+
+
+# Other guides, and models of sites that no block has to be told of.
+
+
+def auto_list():
+    model = auto_model()
+    guide = autoguide.AutoGuideList(model)
+    guide.append(autoguide.AutoDelta(pyro.poutine.block(model, expose=["theta"])))
+    guide.append(autoguide.AutoNormal(pyro.poutine.block(model, hide=["theta"])))
+    guide()
+    return Example(model, guide, [])
+
+
+def easy():
+    model = auto_model()
+
+    @easy_guide(model)
+    def guide(self):
+        group = self.group(match="theta")
+        size = torch.eye(group.event_shape[0])
+        group.sample("joint", dist.MultivariateNormal(param("loc", 1), scale_tril=0.5 * size))
+        with self.plate("data", 4):
+            pyro.sample("z", dist.Normal(param("slope") * data(4), 0.5))
+            pyro.sample("w", dist.Beta(2.5, 2.0))
+
+    guide()
+    return Example(model, guide, [])
+
+
+def auto_minibatches():
+    def model():
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12, 4) as i:
+            z = pyro.sample("z", dist.Normal(theta, 1.0))
+            pyro.sample("x", dist.Normal(z, 0.5), obs=data(12)[i])
+
+    guide = autoguide.AutoNormal(model, create_plates=lambda: pyro.plate("data", 12, 4))
+    guide()
+    return Example(model, guide, [])
+
+
+def with_auto_normal(model):
+    guide = autoguide.AutoNormal(model, init_scale=0.5)
+    guide()
+    return Example(model, guide, [])
+
+
+def correlated():
+    def model():
+        cholesky = pyro.sample("cholesky", dist.LKJCholesky(2, torch.tensor(1.0)))
+        with pyro.plate("data", 6):
+            fn = dist.MultivariateNormal(torch.ones(2), scale_tril=cholesky)
+            pyro.sample("x", fn, obs=data(6, 2))
+
+    return with_auto_normal(model)
+
+
+def missing():
+    """Beside a deterministic site and a factor."""
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            fn = dist.Normal(z, 0.5)
+            x = pyro.sample("x", fn, obs=data(4), obs_mask=torch.arange(4) % 3 > 0)
+            pyro.deterministic("twice", 2 * x)
+            pyro.factor("prefer", -0.1 * z**2)
+
+    return with_auto_normal(model)
+
+
+def outside():
+    """A factor of all elements of a plate."""
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        total = z.sum(-1, keepdim=True)
+        pyro.sample("sum", dist.Normal(total, 0.5), obs=torch.tensor(3.0))
+
+    return with_auto_normal(model)
+
+
+GUIDES = {
+    "auto-delta": lambda: auto("AutoDelta"),
+    "auto-structured": lambda: auto("AutoStructured"),
+    "auto-normal-subsampled": auto_minibatches,
+    "auto-list": auto_list,
+    "easy-guide": easy,
+    "correlated": correlated,
+    "missing": missing,
+    "outside": outside,
 }

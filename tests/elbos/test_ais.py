@@ -44,41 +44,32 @@ def check(example, kernel, num_steps, monkeypatch, particles=2, **options):
     assert_slopes([outside + own], [paths.mean_gradients(outside + own)], paths.mean_bound)
 
 
-STRUCTURES = [
-    "vae",
-    "structured",
-    "nested-subsampled",
-    "scaled-and-masked",
-]
+QUICK = {
+    *((n, "noise") for n in ("vae", "structured", "nested-subsampled", "scaled-and-masked")),
+    *((n, "latent") for n in ("structured", "coupling")),
+}
 
 
-# The others in noise coordinates, and all in latent ones: below, among the slow ones.
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_gradient_is_that_of_the_sum_over_all_accept_paths(name, monkeypatch):
-    check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, vectorize_particles=True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "vectorize", "multi_sample", "coordinates"),
     [
-        (n, bool((i + j) % 2), bool(i // 2 % 2), c)
+        pytest.param(
+            n,
+            bool((i + j) % 2) or (n, c) in QUICK,
+            bool(i // 2 % 2),
+            c,
+            marks=() if (n, c) in QUICK else pytest.mark.slow,
+        )
         for i, n in enumerate(SMOOTH)
         for j, c in enumerate(["noise", "latent"])
     ],
 )
-def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates, monkeypatch):
+def test_gradient_is_that_of_the_sum_over_all_accept_paths(
+    name, vectorize, multi_sample, coordinates, monkeypatch
+):
     options = {"coordinates": coordinates, "vectorize_particles": vectorize}
-    check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, multi_sample=multi_sample, **options)
-
-
-FEW = ["structured", "coupling"]
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_gradient_in_latent_coordinates(name, monkeypatch):
-    options = {"coordinates": "latent", "vectorize_particles": True}
-    check(EXAMPLES[name](), MALA(0.1), 2, monkeypatch, **options)
+    kernel = MALA(0.2 if coordinates == "noise" else 0.1)
+    check(EXAMPLES[name](), kernel, 2, monkeypatch, multi_sample=multi_sample, **options)
 
 
 KERNELS = {
@@ -90,14 +81,8 @@ KERNELS = {
 
 @pytest.mark.parametrize(
     ("kernel", "vectorize", "multi_sample"),
-    # One kernel looped, the others vectorised; all with all weights among the slow ones.
-    [
-        pytest.param(kernel, v, m, id=f"{name}-{v}-{m}")
-        for name, kernel in KERNELS.items()
-        for v in (False, True)
-        for m in (False, True)
-        if v == m == (name != "MALA")
-    ],
+    # One kernel looped, the others vectorised.
+    [pytest.param(kernel, *[name != "MALA"] * 2, id=name) for name, kernel in KERNELS.items()],
 )
 def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, monkeypatch):
     options = {"multi_sample": multi_sample, "vectorize_particles": vectorize}

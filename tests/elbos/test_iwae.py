@@ -8,12 +8,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.programs.run import Programs
-from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
+from tests.estimates import assert_gradient, assert_mean, gradients, values
 from tests.models import (
     BetaBernoulli,
     ConjugateGaussian,
@@ -131,20 +130,6 @@ def test_joint_bound_rises_above_that_of_a_single_global_draw():
     assert joint.mean() < exact.log_evidence() + 3 * joint.std() / 60**0.5
     assert joint.mean() > once.mean() + 3 * once.std() / 150**0.5
     assert_mean(once, exact.global_bound(), sigmas=6)
-
-
-@per_datum
-def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
-    exact = make()
-    result = []
-    for elbo in (TraceIWAE_ELBO(1), Trace_ELBO()):
-        pyro.set_rng_seed(3)
-        loss = elbo.loss_and_grads(exact.model, exact.guide)
-        result.append((loss, take_gradients(exact)))
-    (ours, our_grads), (theirs, their_grads) = result
-    assert abs(ours - theirs) < 1e-9
-    for name, grad in our_grads.items():
-        assert torch.allclose(grad, their_grads[name], atol=1e-9), name
 
 
 def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_falls():

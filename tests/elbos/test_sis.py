@@ -50,10 +50,23 @@ def check(example, kernel, num_steps=3, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "coordinates"), [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(SMOOTH[::5])]
+    ("name", "vectorize", "multi_sample", "coordinates"),
+    [
+        pytest.param(
+            n,
+            bool((i + j) % 2) or i % 5 == 0,
+            bool(i // 2 % 2),
+            c,
+            marks=() if i % 5 == 0 and i // 5 % 2 == j else pytest.mark.slow,
+        )
+        for i, n in enumerate(SMOOTH)
+        for j, c in enumerate(["noise", "latent"])
+    ],
 )
-def test_gradient_is_that_of_finite_differences(name, coordinates):
-    check(EXAMPLES[name](), ULA(0.03), coordinates=coordinates)
+def test_gradient_is_that_of_finite_differences(name, vectorize, multi_sample, coordinates):
+    options = {"multi_sample": multi_sample, "coordinates": coordinates}
+    kernel = UnderdampedLangevin(0.2 if coordinates == "noise" else 0.1, momentum=0.8)
+    check(EXAMPLES[name](), kernel, vectorize_particles=vectorize, **options)
 
 
 @pytest.mark.parametrize(
@@ -68,23 +81,6 @@ def test_gradient_is_that_of_finite_differences(name, coordinates):
 def test_gradient_with_every_kernel(kernel, multi_sample, vectorize):
     options = {"vectorize_particles": vectorize, "multi_sample": multi_sample}
     check(EXAMPLES["vae"](), KERNELS[kernel](), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "vectorize", "multi_sample", "coordinates"),
-    [
-        (n, bool((i + j) % 2), bool(i // 2 % 2), c)
-        for i, n in enumerate(SMOOTH)
-        for j, c in enumerate(["noise", "latent"])
-    ],
-)
-def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates):
-    options = {"vectorize_particles": vectorize}
-    kernel = UnderdampedLangevin(0.2, momentum=0.8)
-    check(
-        EXAMPLES[name](), kernel, 4, multi_sample=multi_sample, coordinates=coordinates, **options
-    )
 
 
 @pytest.mark.parametrize("kernel", [MALA, HMC, RandomWalk])

@@ -5,29 +5,31 @@ import warnings
 import pyro
 import pytest
 import torch
-from pyro.distributions.transforms import affine_coupling
 
 from pyro_mcvae import log_evidence, refine
 from tests.cases import some_slow
-from tests.elbos.test_programs import FLOW, PROGRAMS
 from tests.estimates import called
+from tests.zoo import EXAMPLES, GUIDES
+
+PROGRAMS = {**EXAMPLES, **GUIDES}
 
 # What importance weights are not, and the words of the refusal.
 REFUSED = {
     "auto-delta": "a point mass",
+    **dict.fromkeys(("scaled-and-masked", "subsampled", "minibatch"), "scaled by poutine.scale"),
 }
 # Minibatches with global latents.
-SHARED = {"hierarchy-subsampled", "hierarchy-loader", "auto-normal-subsampled"}
+SHARED = {"auto-normal-subsampled", "nested-subsampled", "subsampled-without-latents"}
 
 
-QUICK = {"auto-delta", "hierarchy-loader", "mixture", "auto-normal"}
+QUICK = {"auto-delta", "auto-normal-subsampled", "mixture", "auto-normal"}
 
 
 @pytest.mark.parametrize("name", some_slow(PROGRAMS, *(PROGRAMS.keys() - QUICK)))
 def test_programs_are_judged_alike_looped_and_vectorized(name):
     pyro.set_rng_seed(3)
-    FLOW[torch.get_default_dtype()] = affine_coupling(2, [8])
-    model, guide = PROGRAMS[name]()
+    example = PROGRAMS[name]()
+    model, guide = example.model, example.guide
     called(guide)
     if name in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[name]):
