@@ -1,13 +1,15 @@
 """Laws of the importance weighted bound: exact values, exact gradients, identities."""
 
-import contextlib
 import functools
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import Tensor
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.ops.weights import log_mean_exp
@@ -64,22 +66,6 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
     assert torch.allclose(bounds.per_datum.reshape(evidence.shape), evidence)
     assert torch.allclose(bounds.total, exact.log_evidence())
     assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("estimator", "vectorize"), [("reparam", False), ("dreg", True), ("vimco", True)]
-)
-def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize):
-    exact = ConjugateGaussian(N=250)
-    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=vectorize)
-    target = exact.grad(exact.iwae_per_datum, 2)
-    assert_gradient(elbo, exact, target, 20)
-
-
-def test_gradient_is_exact_under_subsampling():
-    exact = ConjugateGaussian(N=90, subsample_size=30)
-    elbo = TraceIWAE_ELBO(2)
-    assert_gradient(elbo, exact, exact.grad(exact.iwae_per_datum, 2), 80)
 
 
 @pytest.mark.parametrize(
@@ -186,98 +172,6 @@ def test_the_models_gradient_is_that_of_the_bound(objective, estimator, vectoriz
     torch.testing.assert_close(*result)
 
 
-def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
-    size, count = 180, 20
-    x = torch.tensor([-1.0, 0.5, 2.0]).repeat(size // 3)
-
-    class Mixed:
-        values: ClassVar = {"logit": torch.tensor(0.3), "loc": torch.tensor([-0.5, 0.8])}
-
-        def model(self):
-            with pyro.plate("data", size):
-                c = pyro.sample("c", dist.Bernoulli(0.4))
-                z = pyro.sample("z", dist.Normal(2 * c - 1, 1.0))
-                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
-        def guide(self):
-            logit, loc = (pyro.param(n, v.clone()) for n, v in self.values.items())
-            with pyro.plate("data", size):
-                c = pyro.sample("c", dist.Bernoulli(logits=logit + x))
-                pyro.sample("z", dist.Normal(loc[c.long()] + 0.3 * x, 0.9))
-
-    programs_ = Mixed()
-    auto = gradients(
-        TraceIWAE_ELBO(4, gradient_estimator="auto", vectorize_particles=True), programs_, count
-    )
-    plain = gradients(
-        TraceIWAE_ELBO(4, gradient_estimator="reparam", vectorize_particles=True), programs_, count
-    )
-    score = gradients(
-        TraceIWAE_ELBO(4, gradient_estimator="vimco", vectorize_particles=True), programs_, count
-    )
-    for name in Mixed.values:
-        for other in (plain, score):
-            difference = auto[name].mean(0) - other[name].mean(0)
-            error = ((auto[name].var(0) + other[name].var(0)) / count).sqrt()
-            assert (difference.abs() < 4.5 * error).all(), name
-        assert (auto[name].mean(0).abs() > 5 * auto[name].std(0) / count**0.5).any()
-    # dreg was in use where it applies.
-    assert (auto["loc"].var(0) < 0.8 * plain["loc"].var(0)).all()
-
-
-@pytest.mark.parametrize("estimator", ["stl", pytest.param("dreg", marks=pytest.mark.slow), "auto"])
-def test_structured_and_flow_guides_are_unbiased(estimator):
-    count = 20
-    exact = LinearGaussianChain(N=90, T=2)
-    plain = gradients(
-        TraceIWAE_ELBO(3, gradient_estimator="reparam", vectorize_particles=True), exact, count
-    )
-    if estimator == "stl":
-        elbo = TraceIWAE_ELBO(1, gradient_estimator=estimator)
-        plain = gradients(TraceIWAE_ELBO(1, gradient_estimator="reparam"), exact, count)
-    else:
-        elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, vectorize_particles=True)
-    other = gradients(elbo, exact, count)
-    for name, samples in other.items():
-        error = ((samples.var(0) + plain[name].var(0)) / count).sqrt()
-        assert ((samples.mean(0) - plain[name].mean(0)).abs() <= 4.5 * error + 1e-9).all(), name
-
-
-def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
-    torch.manual_seed(0)
-    flow = dist.transforms.affine_coupling(2, [8])
-    x = torch.randn(30, 2)
-
-    def model():
-        with pyro.plate("data", 30):
-            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-            pyro.sample("x", dist.Normal(z, 0.7).to_event(1), obs=x)
-
-    def guide():
-        pyro.module("flow", flow)
-        with pyro.plate("data", 30):
-            base = dist.Normal(0.5 * x, 1.0).to_event(1)
-            pyro.sample("z", dist.TransformedDistribution(base, [flow]))
-
-    parameter = next(flow.parameters())
-
-    def mean(estimator, count=50):
-        elbo = TraceIWAE_ELBO(4, gradient_estimator=estimator, vectorize_particles=True)
-        result = []
-        for _ in range(count):
-            elbo.loss_and_grads(model, guide)
-            result.append(parameter.grad.clone())
-            flow.zero_grad()
-        result = torch.stack(result)
-        return result.mean(0), result.var(0) / count
-
-    plain, doubly, auto = mean("reparam"), mean("dreg"), mean("auto")
-    assert ((plain[0] - doubly[0]).abs() < 4.8 * (plain[1] + doubly[1]).sqrt()).all()
-    assert (doubly[0].abs() > 8 * doubly[1].sqrt()).any()
-    # auto keeps away from a learned flow's inverse.
-    assert torch.allclose(auto[1].mean(), plain[1].mean(), rtol=0.5)
-
-
 def test_particles_of_weight_zero_carry_no_gradient():
     def model():
         with pyro.plate("data", 2):
@@ -336,91 +230,6 @@ def programs(exact):
     return Programs(exact.model, exact.guide, (), {})
 
 
-@pytest.mark.parametrize(
-    "kind", ["scales", "mask", pytest.param("masked distribution", marks=pytest.mark.slow)]
-)
-def test_gradient_under_scale_and_mask_is_that_of_reparam(kind):
-    size, count = 600, 16
-    x = torch.tensor([0.5, -1.0, 2.0]).repeat(size // 3)
-    scales = torch.tensor([0.3, 1.0, 3.0]).repeat(size // 3)
-    scale = {"scale": 2.0, "scales": scales}.get(kind, 1.0)
-    kept = torch.tensor([[True, False], [True, True], [False, True]]).repeat(size // 3, 1)
-    parameters = {"slope": torch.tensor([0.6, 0.1]), "log_s": torch.tensor([0.3, 0.0])}
-
-    def latent(loc, s):
-        fn = dist.Normal(loc, s)
-        if kind == "masked distribution":
-            fn = fn.mask(kept)
-        with pyro.poutine.mask(mask=kept) if kind == "mask" else contextlib.nullcontext():
-            return pyro.sample("z", fn.to_event(1) if kind.startswith("scale") else fn)
-
-    def program(observe):
-        # Masks are per element, so there the two coordinates are elements of an inner plate.
-        inner = contextlib.nullcontext() if kind.startswith("scale") else pyro.plate("pair", 2)
-        dim = -1 if kind.startswith("scale") else -2
-        with pyro.plate("data", size, dim=dim), pyro.poutine.scale(scale=scale):
-            with inner:
-                if observe:
-                    z = latent(torch.zeros(size, 2), torch.ones(2))
-                else:
-                    slope, log_s = (pyro.param(n, v.clone()) for n, v in parameters.items())
-                    latent(slope * x[:, None], log_s.exp())
-            if observe:
-                read = z if kind.startswith("scale") else torch.where(kept, z, 0.0)
-                total = read.sum(-1, keepdim=dim == -2)
-                obs = x[:, None] if dim == -2 else x
-                pyro.sample("x", dist.Normal(total, 1.0), obs=obs)
-
-    class Both:
-        values: ClassVar = parameters
-        model = staticmethod(lambda: program(True))
-        guide = staticmethod(lambda: program(False))
-
-    plain, auto, vimco = (
-        gradients(TraceIWAE_ELBO(3, gradient_estimator=e, vectorize_particles=True), Both, count)
-        for e in ("reparam", "auto", "vimco")
-    )
-    for name in parameters:
-        for other in (auto, vimco):
-            error = ((plain[name].var(0) + other[name].var(0)) / count).sqrt()
-            off = (plain[name].mean(0) - other[name].mean(0)).abs()
-            assert (off <= 4.5 * error + 1e-9).all(), name
-        # dreg's second factor would be far off without the scale or mask in it.
-        assert (auto[name].mean(0).abs() > 8 * auto[name].std(0) / count**0.5).any()
-
-
-def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
-    # c is discrete and its distribution depends on z: the score of c sends a gradient through z.
-    size, count = 4800, 20  # the error of a factor there would be ten standard errors
-    x = torch.tensor([1.2, -0.4]).repeat(size // 2)
-
-    class Both:
-        values: ClassVar = {"loc": torch.tensor(0.3)}
-
-        def model(self):
-            with pyro.plate("data", size):
-                z = pyro.sample("z", dist.Normal(0.0, 1.0))
-                c = pyro.sample("c", dist.Bernoulli(0.3))
-                pyro.sample("x", dist.Normal(z + 2 * c, 0.7), obs=x)
-
-        def guide(self):
-            loc = pyro.param("loc", self.values["loc"].clone())
-            with pyro.plate("data", size):
-                z = pyro.sample("z", dist.Normal(loc, 0.6))
-                pyro.sample("c", dist.Bernoulli(logits=2 * z))
-
-    both = Both()
-    plain, auto = (
-        gradients(TraceIWAE_ELBO(3, gradient_estimator=e, vectorize_particles=True), both, count)[
-            "loc"
-        ]
-        for e in ("reparam", "auto")
-    )
-    error = ((plain.var() + auto.var()) / count).sqrt()
-    assert abs(plain.mean() - auto.mean()) < 4.5 * error
-    assert abs(auto.mean()) > 8 * auto.std() / count**0.5
-
-
 @pytest.mark.parametrize("estimator", ["auto", "stl", "vimco"])
 def test_straight_through_draws_keep_their_gradient(estimator):
     def model():
@@ -443,42 +252,6 @@ def test_straight_through_draws_keep_their_gradient(estimator):
         result.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
     assert torch.isfinite(result[0])
     assert torch.allclose(*result)
-
-
-@pytest.mark.parametrize("estimator", ["reparam", "vimco", "auto"])
-def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
-    # Their score has another mean than zero, on which all but reparam rest.
-    ends, x, size = torch.tensor([-1.0, 2.0]), torch.tensor(0.7), 5000
-
-    def log_weight(low, high, noise):
-        z = low + (high - low) * noise
-        prior, q = -torch.log(torch.tensor(5.0)), -torch.log(high - low)
-        return prior + dist.Normal(z, 0.8).log_prob(x) - q
-
-    def model():
-        with pyro.plate("data", size):
-            z = pyro.sample("z", dist.Uniform(-2.0, 3.0))
-            pyro.sample("x", dist.Normal(z, 0.8), obs=x.expand(size))
-
-    def guide():
-        result = pyro.param("ends", ends)
-        with pyro.plate("data", size):
-            pyro.sample("z", dist.Uniform(result[0], result[1]))
-
-    noise = (torch.arange(400) + 0.5) / 400
-    leaf = ends.clone().requires_grad_()
-    pair = torch.stack(torch.broadcast_tensors(noise[:, None], noise))
-    bound = log_mean_exp(log_weight(leaf[0], leaf[1], pair)).mean()
-    (exact,) = torch.autograd.grad(bound, leaf)
-    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=True)
-    result = []
-    for _ in range(12):
-        elbo.loss_and_grads(model, guide)
-        param = dict(pyro.get_param_store().named_parameters())["ends"]
-        result.append(-param.grad / size)
-        param.grad = None
-    assert_mean(torch.stack(result), exact)
-    assert (exact.abs() > 0.01).all()
 
 
 @pytest.mark.parametrize("estimator", ["stl", "dreg", "vimco", "auto"])
@@ -511,65 +284,185 @@ def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
     assert result[0].abs() > 0.1
 
 
-@pytest.mark.parametrize("estimator", ["dreg", "vimco", "auto"])
-def test_a_truncated_distribution_has_the_exact_gradient(estimator):
-    # A part of the unit interval goes to a part of the line, with ends where loc and scale put
-    # them: dreg and auto were 0.05 and 0.14 off, 20 and 48 standard errors, vimco 0.11 and 0.30.
-    parameters, x, size = torch.tensor([0.1, 1.2]), torch.tensor(1.0), 5000
-    logit, low, high = dist.transforms.SigmoidTransform().inv, torch.tensor(0.1), torch.tensor(0.9)
+@pytest.mark.parametrize(
+    ("estimator", "vectorize", "size"),
+    [("reparam", False, None), ("dreg", True, None), ("vimco", True, None), ("auto", None, 80)],
+)
+def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize, size):
+    exact = ConjugateGaussian(N=250, subsample_size=size)
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=vectorize)
+    target = exact.grad(exact.iwae_per_datum, 2)
+    assert_gradient(elbo, exact, target, 80 if size else 20)
 
-    def distribution(loc, scale):
-        parts = [logit, dist.transforms.AffineTransform(loc, scale)]
-        return dist.TransformedDistribution(dist.Uniform(low, high), parts)
 
-    def joint(z):
-        return dist.Normal(0.0, 1.5).log_prob(z) + dist.Normal(z, 1.0).log_prob(x)
+# Guides whose gradients an estimator could get wrong, each with the mean of another one.
 
-    def model():
+
+class Pair(NamedTuple):
+    """
+    A model and a guide.
+
+    :ivar values: what the guide's parameters start at.
+    """
+
+    model: Callable[[], None]
+    guide: Callable[[], None]
+    values: dict[str, Tensor]
+
+    @staticmethod
+    def of(program, **values):
+        def params():
+            return [pyro.param(n, v.clone()) for n, v in values.items()]
+
+        return Pair(lambda: program(None), lambda: program(params()), values)
+
+
+def categories_and_normals():
+    x = torch.tensor([-1.0, 0.5, 2.0]).repeat(200)
+
+    def program(params):
+        with pyro.plate("data", len(x)):
+            fn = dist.Bernoulli(0.4) if params is None else dist.Bernoulli(logits=params[0] + x)
+            c = pyro.sample("c", fn)
+            loc = 2 * c - 1 if params is None else params[1][c.long()] + 0.3 * x
+            z = pyro.sample("z", dist.Normal(loc, 1.0 if params is None else 0.9))
+            if params is None:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    return Pair.of(program, logit=torch.tensor(0.3), loc=torch.tensor([-1.5, 2.0]))
+
+
+def behind_a_normal():
+    """The distribution of c depends on z: the score of c sends a gradient through z."""
+    x = torch.tensor([1.2, -0.4]).repeat(2400)
+
+    def program(params):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(*((0.0, 1.0) if params is None else (params[0], 0.6))))
+            logits = torch.tensor(-0.85) if params is None else 2 * z
+            c = pyro.sample("c", dist.Bernoulli(logits=logits))
+            if params is None:
+                pyro.sample("x", dist.Normal(z + 2 * c, 0.7), obs=x)
+
+    return Pair.of(program, loc=torch.tensor(0.3))
+
+
+def inverted_flow():
+    torch.manual_seed(0)
+    x, flow = torch.randn(200, 2), dist.transforms.affine_coupling(2, [8])
+
+    def program(params):
+        with pyro.plate("data", 200):
+            if params is None:
+                z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+                pyro.sample("x", dist.Normal(z, 0.7).to_event(1), obs=x)
+            else:
+                base = dist.Normal(params[0] * x + params[1], 1.0).to_event(1)
+                pyro.sample("z", dist.TransformedDistribution(base, [flow]))
+
+    return Pair.of(program, slope=torch.tensor(0.1), shift=torch.ones(2))
+
+
+def weighted(**around):
+    """Under a scale or a mask, with one latent of two numbers, or an inner plate of two."""
+    x = torch.tensor([0.5, -1.0, 2.0]).repeat(200).unsqueeze(-1)
+    kept = around.get("mask", torch.ones(600, 2, dtype=torch.bool))
+
+    def program(params):
+        with pyro.plate("data", 600, dim=-2), pyro.poutine.scale(scale=around.get("scale", 1.0)):
+            with pyro.plate("pair", 2), pyro.poutine.mask(mask=kept):
+                fn = dist.Normal(torch.zeros(600, 2), 1.0)
+                if params is not None:
+                    fn = dist.Normal(params[0] * x, params[1].exp())
+                z = pyro.sample("z", fn)
+            if params is None:
+                total = torch.where(kept, z, 0.0).sum(-1, keepdim=True)
+                pyro.sample("x", dist.Normal(total, 1.0), obs=x)
+
+    return Pair.of(program, slope=torch.tensor([0.6, 0.1]), log_s=torch.tensor([0.3, 0.0]))
+
+
+def relaxed():
+    """Draws whose logarithms are kept apart from their values."""
+    soft = partial(dist.RelaxedOneHotCategorical, torch.tensor(0.5))
+
+    def program(params):
+        with pyro.plate("data", 2000):
+            logits = torch.zeros(3) if params is None else params[0]
+            z = pyro.sample("z", soft(logits=logits.expand(2000, 3)))
+            if params is None:
+                x = torch.full((2000,), 0.3)
+                pyro.sample("x", dist.Normal(z[..., 0].tanh(), 1.0), obs=x)
+
+    return Pair.of(program, logits=torch.tensor([0.3, -0.2, 0.5]))
+
+
+SCALES = torch.tensor([0.3, 1.0, 3.0]).repeat(200).unsqueeze(-1)
+MASK = torch.tensor([[True, False], [True, True], [False, True]]).repeat(200, 1)
+# The programs, and the estimators to be compared with "reparam".
+SAME_MEANS = {
+    "categories and normals": (categories_and_normals, ("auto", "vimco")),
+    "behind a normal": (behind_a_normal, ("auto",)),
+    "chain": (lambda: LinearGaussianChain(N=90, T=2), ("dreg", "auto")),
+    "flow": (inverted_flow, ("dreg",)),
+    "scales": (lambda: weighted(scale=SCALES), ("auto", "vimco")),
+    "mask": (lambda: weighted(mask=MASK), ("auto", "vimco")),
+    "relaxed": (relaxed, ("dreg",)),
+}
+
+
+@pytest.mark.parametrize("name", SAME_MEANS)
+def test_every_estimator_has_the_mean_of_reparam(name):
+    make, estimators = SAME_MEANS[name]
+    programs, count, means = make(), 20, {}
+    for estimator in ("reparam", *estimators):
+        elbo = TraceIWAE_ELBO(4, gradient_estimator=estimator, vectorize_particles=True)
+        means[estimator] = gradients(elbo, programs, count)
+    for key, plain in means["reparam"].items():
+        for estimator in estimators:
+            other = means[estimator][key]
+            error = ((plain.var(0) + other.var(0)) / count).sqrt()
+            assert ((plain.mean(0) - other.mean(0)).abs() <= 4.8 * error + 1e-9).all(), estimator
+            # A factor that is missing or too much would be seen.
+            assert (other.mean(0).abs() > 5 * other.std(0) / count**0.5).any()
+
+
+# Supports that move have a score with another mean than zero, on which all but reparam rest: dreg
+# and auto were 20 and 48 standard errors off. The second distribution is a part of the unit
+# interval on a part of the line, with ends where loc and scale put them.
+LOGIT = dist.transforms.SigmoidTransform().inv
+LOW, HIGH = torch.tensor(0.1), torch.tensor(0.9)
+MOVING = {
+    "ends": ([-1.0, 2.0], dist.Uniform, lambda a, b, u: a + (b - a) * u, dist.Uniform(-2.0, 3.0)),
+    "truncated": (
+        [0.1, 1.2],
+        lambda a, b: dist.TransformedDistribution(
+            dist.Uniform(LOW, HIGH), [LOGIT, dist.transforms.AffineTransform(a, b)]
+        ),
+        lambda a, b, u: a + b * LOGIT(LOW + (HIGH - LOW) * u),
+        dist.Normal(0.0, 1.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("estimator", ["reparam", "dreg", "vimco", "auto"])
+@pytest.mark.parametrize("name", MOVING)
+def test_a_support_that_moves_has_the_exact_gradient(name, estimator):
+    start, make, draw, prior = MOVING[name]
+    x, size, values = torch.tensor(0.7), 5000, torch.tensor(start)
+
+    def program(params):
         with pyro.plate("data", size):
-            z = pyro.sample("z", dist.Normal(0.0, 1.5))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x.expand(size))
+            z = pyro.sample("z", prior if params is None else make(*params[0]))
+            if params is None:
+                pyro.sample("x", dist.Normal(z, 0.8), obs=x.expand(size))
 
-    def guide():
-        with pyro.plate("data", size):
-            pyro.sample("z", distribution(*pyro.param("parameters", parameters)))
-
-    leaf = parameters.clone().requires_grad_()
-    z = leaf[0] + leaf[1] * logit(low + (high - low) * (torch.arange(400) + 0.5) / 400)
-    log_weight = joint(z) - distribution(leaf[0], leaf[1]).log_prob(z)
+    leaf = values.clone().requires_grad_()
+    z = draw(*leaf, (torch.arange(400) + 0.5) / 400)
+    log_weight = prior.log_prob(z) + dist.Normal(z, 0.8).log_prob(x) - make(*leaf).log_prob(z)
     pair = torch.stack(torch.broadcast_tensors(log_weight[:, None], log_weight))
     (exact,) = torch.autograd.grad(log_mean_exp(pair).mean(), leaf)
     elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=True)
-    result = []
-    for _ in range(12):
-        elbo.loss_and_grads(model, guide)
-        param = dict(pyro.get_param_store().named_parameters())["parameters"]
-        result.append(-param.grad / size)
-        param.grad = None
-    assert_mean(torch.stack(result), exact)
-
-
-def test_doubly_reparameterized_gradients_of_relaxed_draws_are_those_of_reparam():
-    """Draws whose logarithms are kept apart from their values would have another gradient."""
-    count, temperature = 20_000, torch.tensor(0.5)
-
-    def model():
-        with pyro.plate("data", count):
-            z = pyro.sample("z", dist.RelaxedOneHotCategorical(temperature, logits=torch.zeros(3)))
-            pyro.sample("x", dist.Normal(z[..., 0].tanh(), 1.0), obs=torch.full((count,), 0.3))
-
-    def guide():
-        logits = pyro.param("logits", torch.tensor([0.3, -0.2, 0.5]).repeat(count, 1))
-        with pyro.plate("data", count):
-            pyro.sample("z", dist.RelaxedOneHotCategorical(temperature, logits=logits))
-
-    result = []
-    for estimator in ("reparam", "dreg"):
-        TraceIWAE_ELBO(3, gradient_estimator=estimator).loss_and_grads(model, guide)
-        logits = pyro.get_param_store()._params["logits"]
-        result.append(logits.grad)
-        logits.grad = None
-    difference = result[0] - result[1]
-    error = difference.std(0) / count**0.5
-    assert (difference.mean(0).abs() < 5 * error).all()
-    assert (error < 0.005).all()
+    result = gradients(elbo, Pair.of(program, values=values), 12)["values"] / size
+    assert_mean(result, exact)
+    assert (exact.abs() > 0.01).all()
