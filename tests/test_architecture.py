@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 import pyro_mcvae
 
 # The first part of a module's path below the package, and its floor.
@@ -141,64 +139,6 @@ def test_imports_go_down_only() -> None:
     assert violations(package) == []
 
 
-CLEAN = {
-    "__init__.py": "from house.elbos import Loss",
-    "ops.py": "import math\nimport torch",
-    "programs/__init__.py": "from .runs import run",
-    "programs/runs.py": "import pyro\nfrom house.ops import mean\nfrom ..ops import total",
-    "elbos.py": "from house.programs import runs\nfrom pyro.infer import ELBO",
-    "evaluation.py": "from house import programs\ndef show():\n    import arviz",
-}
-
-
-def build(root: Path, files: dict[str, str]) -> Path:
-    package = root / "house"
-    for name, text in {**CLEAN, **files}.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
-    return package
-
-
-def test_checker_accepts_a_clean_package(tmp_path: Path) -> None:
-    assert violations(build(tmp_path, {})) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("programs/up.py", "import house.elbos", "house.programs.up:1 imports house.elbos: up"),
-        ("programs/up.py", "from .. import elbos", "imports house.elbos: up, from floor 1"),
-        (
-            "programs/up.py",
-            "def f():\n    from ..elbos import Loss",
-            "up:2 imports house.elbos: up",
-        ),
-        ("programs/up.py", "from house import Loss", "imports house: up"),
-        (
-            "programs/__init__.py",
-            "from ..elbos import Loss",
-            "house.programs:1 imports house.elbos",
-        ),
-        ("elbos.py", "from house.evaluation import judge", "imports house.evaluation: up"),
-        ("ops.py", "from pyro.ops import stats", "floor 0 is torch only"),
-        ("ops.py", "def f():\n    import numpy", "floor 0 is torch only"),
-        ("elbos.py", "import arviz", "import it where it is used"),
-        ("evaluation.py", "try:\n    import matplotlib.pyplot\nexcept: pass", "where it is used"),
-        ("programs/runs.py", "from house.programs import run", "cycle: house.programs"),
-        (
-            "programs/runs.py",
-            "if TYPE_CHECKING:\n    from house.programs import run",
-            "cycle: house.programs",
-        ),
-        ("plots.py", "", "house.plots stands on no floor: give 'plots' one in FLOORS"),
-    ],
-)
-def test_checker_finds(tmp_path: Path, name: str, text: str, message: str) -> None:
-    result = violations(build(tmp_path, {name: text}))
-    assert len(result) == 1, result
-    assert message in result[0]
-
-
 def test_importing_changes_no_global_state() -> None:
     script = textwrap.dedent(
         """
@@ -245,56 +185,3 @@ def test_all_names_exist() -> None:
     for name in pyro_mcvae.__all__:
         assert hasattr(pyro_mcvae, name), name
     assert {"TraceSGVB_ELBO", "TraceIWAE_ELBO"} <= set(pyro_mcvae.__all__)
-
-
-def private_uses(package: Path) -> list[str]:
-    """Private names of this package that a subpackage uses and does not define, one line each."""
-    texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-    subpackages: dict[str, dict[str, set[str]]] = {}
-    for path, text in texts.items():
-        subpackage = subpackages.setdefault(
-            path.relative_to(package).parts[0], {"uses": set(), "own": set()}
-        )
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                subpackage["uses"].add(node.attr)
-            elif isinstance(node, ast.Attribute):
-                subpackage["own"].add(node.attr)
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package.name):
-                subpackage["uses"] |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                subpackage["own"].add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                subpackage["own"].add(node.id)
-    own = {name for names in subpackages.values() for name in names["own"]}
-    return [
-        f"{subpackage} uses {name}"
-        for subpackage, names in subpackages.items()
-        for name in sorted(names["uses"] & own - names["own"])
-        if name.startswith("_") and not name.endswith("__")
-    ]
-
-
-# Hooks of a base class for its subclasses, which live in other subpackages.
-HOOKS = {"training uses _check_options"}
-# Of torch and Pyro.
-THEIRS = {
-    *("_buffers", "_constraints", "_parameters", "_pyro_dims", "_schema", "_validate_args"),
-    *("_validate_sample", "_values"),
-}
-
-
-def test_no_private_name_is_used_across_rooms() -> None:
-    result = private_uses(Path(pyro_mcvae.__file__).parent)
-    assert [use for use in result if use not in HOOKS and use.split()[-1] not in THEIRS] == []
-
-
-def test_private_names_across_rooms_are_found(tmp_path: Path) -> None:
-    package = build(
-        tmp_path,
-        {
-            "ops.py": "class A:\n    def _hidden(self): pass\n    def f(self): self._hidden()",
-            "elbos.py": "def g(a): return a._hidden()",
-        },
-    )
-    assert private_uses(package) == ["elbos.py uses _hidden"]

@@ -51,10 +51,6 @@ def bent_draws(count, beta):
     return GRID[at] + 0.0005 * (torch.rand(count, 1) - 0.5)
 
 
-def bent_mean(function, beta):
-    return (bent_weights(beta) * function(GRID[:, 0])).sum()
-
-
 def frozen(monkeypatch, *noises, uniform=None):
     """Let the kernels draw these tensors, in turn."""
     draws = iter(noises)

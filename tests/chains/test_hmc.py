@@ -94,9 +94,3 @@ def test_jitter_breaks_orbits_that_close():
 def test_bad_shares(name, value):
     with pytest.raises(ValueError, match=f"{name} must be at least 0 and less than 1, got"):
         HMC(0.1, num_leapfrog=3, **{name: value})
-
-
-@pytest.mark.parametrize("num_leapfrog", [0, -1, 2.0, True, None])
-def test_bad_num_leapfrog(num_leapfrog):
-    with pytest.raises(ValueError, match="num_leapfrog must be an int of at least 1, got"):
-        HMC(0.1, num_leapfrog=num_leapfrog)

@@ -204,14 +204,6 @@ def test_a_step_size_per_coordinate_is_a_change_of_scale(make, monkeypatch):
     assert torch.allclose(results[0][1], results[1][1])
 
 
-def test_a_kernel_that_did_not_ask_for_gradients_is_told_so():
-    position = torch.zeros(2, 1)
-    state = State(position, position[..., 0], position[..., 0])
-    target = Target(lambda z: state, torch.tensor(1.0))
-    with pytest.raises(ValueError, match="set needs_gradient = True in its class"):
-        target.gradient(state)
-
-
 DEFAULTS = {ULA: 0.9, MALA: 0.8, HMC: 0.8, RandomWalk: 0.3, UnderdampedLangevin: 0.9}
 
 
@@ -237,20 +229,6 @@ def test_the_default_step_size_starts_small_and_adapts(cls):
 def test_step_sizes_that_are_not_positive_are_refused(cls, step_size):
     with pytest.raises(ValueError, match="step_size must be positive and finite"):
         cls(step_size)
-
-
-@adjusted
-def test_adaptation_finds_its_target(make):
-    kernel = type(make())()
-    target = bent_target(1.0)
-    state = target.evaluate(bent_draws(500, 1.0))
-    rates = []
-    for _ in range(300):
-        state, infos = run(kernel, state, target, 1)
-        rates.append(infos[0].acceptance.mean())
-        kernel.step_size.update(rates[-1])
-    goal = kernel.step_size.target_acceptance
-    assert torch.stack(rates[-100:]).mean().item() == pytest.approx(goal, abs=0.03)
 
 
 def test_a_kernel_of_ones_own():

@@ -88,44 +88,6 @@ def test_a_mass_matrix_is_a_change_of_coordinates():
     assert torch.allclose(end, plain)
 
 
-def test_at_first_a_chain_goes_as_without(monkeypatch):
-    noises = torch.randn(K, 6, 2)
-    learned = UnderdampedLangevin(
-        0.4, momentum=MU, full_mass=True, reverse=ScoreNetwork(K, width=5)
-    )
-    results = []
-    for kernel in (UnderdampedLangevin(0.4, momentum=MU), learned):
-        frozen(monkeypatch, *noises)
-        state, total = target(0).evaluate(torch.ones(6, 2)), 0.0
-        for k in range(K):
-            state, info = kernel.step(state, target(k))
-            total = total + info.log_ratio
-        results.append((state.position, state.momentum, total))
-    assert all(map(torch.equal, *results))
-
-
-def test_what_may_not_move_has_no_momentum_and_no_drift():
-    kernel, movable = learned_moves(0.4, MU), torch.tensor([1.0, 0.0])
-    state = first = target(0).evaluate(torch.randn(6, 2))
-    for k in range(3):
-        state, _ = kernel.step(state, target(k, movable))
-        assert (state.momentum[:, 1] == 0).all()
-        assert (state.momentum[:, 0] != 0).all()
-    assert torch.equal(state.position[:, 1], first.position[:, 1])
-
-
-def test_parameters_are_created_alike_everywhere_and_draw_nothing():
-    before = torch.get_rng_state()
-    first, second = ScoreNetwork(3), ScoreNetwork(3)
-    first.create(torch.zeros(4))
-    torch.rand(5)
-    second.create(torch.zeros(4))
-    assert all(map(torch.equal, first.parameters(), second.parameters()))
-    torch.set_rng_state(before)
-    ScoreNetwork(3).create(torch.zeros(4))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_parameters_have_the_precision_of_the_chain():
     kernel = UnderdampedLangevin(0.4, full_mass=True, reverse=ScoreNetwork(width=5))
     create_parts(kernel, torch.zeros(2, 3, dtype=torch.float32))
@@ -133,15 +95,6 @@ def test_parameters_have_the_precision_of_the_chain():
     create_parts(kernel, torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"has parameters for 3 coordinates.* moves 4"):
         create_parts(kernel, torch.zeros(2, 4))
-
-
-def test_a_chain_of_no_coordinates_creates_nothing():
-    network = ScoreNetwork(width=5)
-    network.create(torch.zeros(2, 0))
-    assert network.dim is None
-    network.create(torch.zeros(2, 3))
-    network.create(torch.zeros(2, 0))
-    assert network.dim == 3
 
 
 def model():
@@ -198,19 +151,6 @@ def test_a_trained_objective_is_saved_and_copied():
         value = loss.loss(model, guide)
         pyro.set_rng_seed(1)
         assert restored.loss(model, guide) == value
-
-
-@pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # Pyro 1.9.1 does
-def test_values_from_the_store_are_used_in_the_first_step(tmp_path):
-    loss = objective()
-    train(loss, 4)
-    pyro.get_param_store().save(tmp_path / "store")
-    factor = loss.kernel.integrator.factor.detach().clone()
-    again = objective()
-    pyro.clear_param_store()
-    pyro.get_param_store().load(tmp_path / "store")
-    again.loss_and_grads(model, guide)
-    assert torch.equal(again.kernel.integrator.factor, factor)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from pyro_mcvae.chains.parameters import (
     AdaptiveStepSize,
     FixedStepSize,
     LearnedStepSize,
-    StepSize,
-    as_step_size,
 )
 
 NAN, INF = math.nan, math.inf
@@ -37,17 +35,6 @@ def test_one_update_by_hand(acceptance, target, rate, initial):
     step_size.update(number(acceptance))
     change = min(max((acceptance - target) / (1 - target), -2), 1)
     assert step_size().item() == pytest.approx(initial * math.exp(rate * change), rel=1e-12)
-
-
-@pytest.mark.parametrize(("acceptance", "bound"), [(1.0, 2.0), (0.0, 0.25)])
-def test_values_stay_within_their_bounds(acceptance, bound):
-    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, bounds=(0.25, 2.0))
-    for _ in range(200):
-        step_size.update(number(acceptance))
-    assert step_size() == bound
-    # And it leaves them again.
-    step_size.update(number(1 - acceptance))
-    assert step_size() != bound
 
 
 @pytest.mark.parametrize("acceptance", [NAN, INF, -INF])
@@ -85,17 +72,6 @@ def test_a_gradient_without_spread_says_nothing(rows, rounding):
         # A kernel whose acceptance falls with its step size.
         step_size.update(torch.exp(-step_size().max()), gradient)
     assert torch.allclose(torch.exp(-step_size()), torch.tensor(0.7), atol=5e-3)
-
-
-def test_nothing_grows_while_too_little_is_accepted():
-    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=True)
-    gradient = torch.randn(30, 2) * torch.tensor([1e-9, 1.0])
-    for _ in range(100):
-        before = step_size()
-        step_size.update(number(0.79), gradient)
-        assert (step_size() <= before).all()
-    step_size.update(number(0.81), gradient)
-    assert step_size()[0] > before[0]
 
 
 @pytest.mark.parametrize("kernel", [ULA, UnderdampedLangevin])
@@ -136,29 +112,6 @@ def test_it_begins_as_narrow_as_the_guide(power):
     assert torch.equal(other(), saved["value"])
 
 
-def test_noise_is_white_already_and_eval_freezes_the_beginning():
-    for step_size in (
-        AdaptiveStepSize(0.01, per_coordinate=False),
-        AdaptiveStepSize(0.01, per_coordinate=True).eval(),
-        FixedStepSize(0.01),
-    ):
-        step_size.begin(torch.full((1, 2), 100.0))
-        assert step_size() == 0.01
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_gradient_that_is_not_finite_leaves_its_coordinate(bad):
-    gradient = torch.randn(20, 3)
-    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=True)
-    step_size.update(number(0.8), gradient)
-    before = step_size()
-    gradient[4, 1] = bad
-    step_size.update(number(0.8), gradient)
-    assert step_size().isfinite().all()
-    assert step_size()[1] == before[1]
-    assert (step_size()[[0, 2]] != before[[0, 2]]).all()
-
-
 @pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e100])
 def test_flat_and_steep_gradients_stay_in_bounds(scale):
     step_size = AdaptiveStepSize(
@@ -172,17 +125,6 @@ def test_flat_and_steep_gradients_stay_in_bounds(scale):
         assert (ratio >= 0.95 - 1e-9).all()
         assert (ratio <= 1.1 + 1e-9).all()
     assert torch.allclose(step_size(), torch.tensor(10.0 if scale < 1 else 0.01))
-
-
-@pytest.mark.parametrize("per_coordinate", [False, True])
-def test_eval_freezes_it(per_coordinate):
-    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=per_coordinate)
-    torch.nn.ModuleDict({"kernel": step_size}).eval()
-    step_size.update(number(1.0), torch.randn(10, 2))
-    assert torch.equal(step_size(), number(0.5))
-    step_size.train()
-    step_size.update(number(1.0), torch.randn(10, 2))
-    assert step_size.base > 0.5
 
 
 @pytest.mark.parametrize("per_coordinate", [False, True])
@@ -207,25 +149,6 @@ def test_state_dict_round_trip(per_coordinate):
     assert torch.equal(saved(), number(0.5))
 
 
-def test_a_saved_value_is_not_shared():
-    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8)
-    state = step_size.state_dict()
-    step_size.update(number(1.0))
-    assert state["value"] == 0.5
-    assert state["base"] == 0.5
-
-
-def test_the_kernel_completes_what_was_left_out():
-    step_size = AdaptiveStepSize()
-    step_size.complete(0.02, 0.9)
-    assert step_size() == 0.02
-    assert step_size.target_acceptance == 0.9
-    given = AdaptiveStepSize(0.3, target_acceptance=0.6)
-    given.complete(0.02, 0.9)
-    assert given() == 0.3
-    assert given.target_acceptance == 0.6
-
-
 BAD = [0, 0.0, -0.1, NAN, INF, torch.tensor([0.1, 0.0]), torch.tensor(-1.0)]
 
 
@@ -237,17 +160,6 @@ BAD = [0, 0.0, -0.1, NAN, INF, torch.tensor([0.1, 0.0]), torch.tensor(-1.0)]
 def test_values_that_are_not_positive(make, name, value):
     with pytest.raises(ValueError, match=f"{name} must be positive and finite.*, got"):
         make(value)
-
-
-@pytest.mark.parametrize("value", ["0.1", True, [0.1], (0.1,)])
-def test_values_that_are_no_numbers(value):
-    with pytest.raises(ValueError, match="step_size must be a positive number or a StepSize, got"):
-        as_step_size(value)
-
-
-def test_a_matrix_is_refused():
-    with pytest.raises(ValueError, match="one number or one per coordinate"):
-        FixedStepSize(torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -266,25 +178,6 @@ def test_a_matrix_is_refused():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveStepSize(0.1, **options)
-
-
-def test_a_step_size_of_ones_own():
-    class Decaying(StepSize):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.tensor(1.0))
-
-        def forward(self):
-            return 1 / self.count
-
-        def update(self, acceptance, gradient=None):
-            self.count += 1
-
-    step_size = as_step_size(Decaying())
-    step_size.update(number(0.3))
-    assert step_size() == 0.5
-    with pytest.raises(TypeError, match="abstract"):
-        StepSize()
 
 
 SEQUENCES = {
@@ -325,20 +218,6 @@ def test_sequences_of_other_lengths_are_weighed_right(name):
             assert abs(weight.mean() - 1) < 5 * weight.std() / 1000**0.5
             if training:
                 loss.loss_and_grads(model, guide, x[:20])
-
-
-def test_other_coordinates_begin_with_the_mean_of_the_last_ones():
-    step_size = AdaptiveStepSize(0.1, target_acceptance=0.8, per_coordinate=True)
-    gradient = torch.tensor([1.0, 10.0, 0.1]) * torch.randn(50, 3)
-    for _ in range(20):
-        step_size.begin(gradient)
-        step_size.update(number(0.8), gradient)
-    before = step_size()
-    assert before.max() > 2 * before.min()
-    step_size.begin(torch.randn(50, 2), learns=False)
-    torch.testing.assert_close(step_size(), before.log().mean().exp())
-    step_size.update(number(0.8), torch.randn(50, 2))
-    assert step_size().shape == (2,)
 
 
 def test_what_does_not_move_is_no_part_of_the_spread():

@@ -127,39 +127,6 @@ def test_the_first_momentum_and_the_last_move_of_ais_do_not_matter():
     assert (grad[:-1] != 0).all()
 
 
-def test_a_chain_that_stays_at_the_posterior_goes_by_the_last_values():
-    kernel = underdamped()
-    assert torch.allclose(kernel.step_size(), STEPS[-1])
-    assert torch.allclose(kernel.momentum(), MOMENTA[-1])
-
-
-@pytest.mark.parametrize("value", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("count", [None, 3])
-def test_momenta_begin_where_they_are_told(value, count):
-    momentum = LearnedMomentum(value, count)
-    assert torch.allclose(momentum(0), torch.tensor(value))
-    assert momentum.logit.shape == (() if count is None else (count,))
-
-
-@pytest.mark.parametrize("logit", [-1e30, -50.0, 50.0, 1e30])
-def test_momenta_stay_inside_with_finite_gradients(logit):
-    momentum = LearnedMomentum(0.5)
-    momentum.logit.data.fill_(logit)
-    kept = momentum()
-    assert 0 <= kept <= 0.999
-    (grad,) = torch.autograd.grad((1 - kept.square()).sqrt(), momentum.logit)
-    assert grad.isfinite()
-
-
-@pytest.mark.parametrize("log", [-1e3, -20.0, 20.0, 1e3])
-def test_step_sizes_stay_inside_and_find_their_way_back(log):
-    step_size = LearnedStepSize(0.1)
-    step_size.log_value.data.fill_(log)
-    assert 1e-6 * 0.999 <= step_size() <= 1e3 * 1.001
-    (grad,) = torch.autograd.grad(step_size(), step_size.log_value)
-    assert grad > 0
-
-
 def test_first_it_adapts_and_then_it_learns():
     adaptive, same = (
         AdaptiveStepSize(0.1, target_acceptance=0.8),
@@ -182,25 +149,6 @@ def test_first_it_adapts_and_then_it_learns():
     assert torch.allclose(grad, expected)
 
 
-def test_it_goes_on_adapting_where_no_optimizer_moves_it():
-    adaptive, same = (
-        AdaptiveStepSize(0.1, target_acceptance=0.8),
-        AdaptiveStepSize(0.1, target_acceptance=0.8),
-    )
-    step_size = LearnedStepSize(adaptive, num_transitions=3, warmup=1)
-    for acceptance in (0.95, 0.3, 0.6):
-        step_size.update(torch.tensor(acceptance))
-        same.update(torch.tensor(acceptance))
-        assert (step_size.values() == same()).all()
-
-
-def test_a_frozen_one_does_not_count_its_steps():
-    step_size = LearnedStepSize(AdaptiveStepSize(0.1, target_acceptance=0.8), warmup=1).eval()
-    step_size.update(torch.tensor(1.0))
-    assert step_size.left == 1
-    assert torch.allclose(step_size(), torch.tensor(0.1))
-
-
 def test_a_restored_one_goes_on_where_it_was():
     def make():
         return LearnedStepSize(
@@ -215,20 +163,6 @@ def test_a_restored_one_goes_on_where_it_was():
     assert loaded.left == 1
     loaded.update(torch.tensor(0.9))
     assert torch.equal(loaded.values(), saved.values())
-
-
-def test_a_recorded_step_finds_what_was_updated_in_its_place():
-    """The tensors stay the same ones, which a recorded loss reads again."""
-    step_size = LearnedStepSize(
-        AdaptiveStepSize(0.1, target_acceptance=0.8, per_coordinate=True), 2, warmup=1
-    )
-    step_size.update(torch.tensor(0.9), torch.randn(20, 3))  # which makes one per coordinate
-    before = dict(step_size.named_buffers())
-    used = step_size(0)
-    for _ in range(2):
-        step_size.update(torch.tensor(0.9), torch.randn(20, 3))
-    assert all(value is before[name] for name, value in step_size.named_buffers())
-    used.sum().backward()  # a graph of before is not touched
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,6 @@ def test_momentum_makes_chains_go_further():
         assert distance(mu).item() == pytest.approx(exact.item(), rel=0.15)
 
 
-def test_frozen_coordinates_have_no_momentum():
-    there = target(movable=torch.tensor([1.0, 0.0]))
-    state = there.evaluate(torch.randn(6, 2))
-    for _ in range(3):
-        state, _ = UnderdampedLangevin(0.4, momentum=0.8).step(state, there)
-        assert (state.momentum[:, 1] == 0).all()
-        assert (state.momentum[:, 0] != 0).all()
-
-
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, math.nan])
 def test_bad_momentum(momentum):
     with pytest.raises(ValueError, match=r"momentum must be at least 0 and less than 1, .*got"):

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import logging
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch
 import torch._inductor.config
 from pyro.infer import SVI
 from torch import Tensor, nn
-from torch._inductor import codecache
 from torch.fx import GraphModule
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled import backends
-from pyro_mcvae.compiled import backends as kernels
 from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.tracer import trace
@@ -39,15 +35,6 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
     lines = [r.getMessage() for r in caplog.records if "no compiler here" in r.getMessage()]
     assert len(lines) == 1  # of the steps; evaluations were too few to be compiled
     assert "replayed without a compiler from now on" in lines[0]
-
-
-def test_what_would_be_compiled_for_minutes_is_left_to_replays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(backends, "_MOST", 20)
-    loss = CompiledELBO(TraceSGVB_ELBO(), backend=lambda *_: pytest.fail("it compiles"))
-    assert train(make(), loss)[0] == train(make(), TraceSGVB_ELBO())[0]
-    assert re.search(r"replayed without a compiler.*\d+ operations would take min", caplog.text)
 
 
 def _noisy(x: Tensor) -> list[Tensor]:
@@ -159,36 +146,6 @@ def test_inductor_draws_the_numbers_of_the_plain_loss(caplog: pytest.LogCaptureF
     assert result == pytest.approx(losses, rel=1e-8)
     assert "compiled in" in caplog.text
     assert "cannot compile" not in caplog.text
-
-
-@pytest.mark.slow
-@_OF_INDUCTOR
-@pytest.mark.parametrize("works", [True, False], ids=["in one file", "one by one"])
-def test_kernels_of_several_graphs_are_compiled_together(
-    works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not works:
-        monkeypatch.setattr(kernels, "_source", lambda *_: "no C++ at all")
-    alone = []
-    load = codecache.CppPythonBindingsCodeCache.load_pybinding
-    monkeypatch.setattr(
-        codecache.CppPythonBindingsCodeCache,
-        "load_pybinding",
-        lambda *args: alone.append(args) or load(*args),
-    )
-    x = torch.randn(20, 30)
-    functions = [
-        lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)],
-        lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)],
-    ]
-    graphs = [GraphModule(nn.Module(), trace(function, [x])[0]) for function in functions]
-    expected = [graph(x) for graph in graphs]
-    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        with kernels.in_one_file():
-            runs = [torch._inductor.compile(graph, [x]) for graph in graphs]
-        for run, values in zip(runs, expected, strict=True):
-            torch.testing.assert_close(list(run(x)), values)
-    assert bool(alone) != works
 
 
 OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]

@@ -6,7 +6,6 @@ import random
 import re
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled.backends import is_due
-from tests.compiled.programs import batches, make, reasons, train, uses
+from tests.compiled.programs import batches, make, reasons, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 shift = 0.0
-settings = SimpleNamespace(width=1.0)
 
 
 def guide(x: Tensor, *_: Any, **__: Any) -> None:
@@ -52,11 +49,6 @@ def check(model: Any, loss: Any = None, guide: Any = guide, args: Any = (x,)) ->
         result = seeded(compiled, model, *args, seed=step, guide=guide)
         assert result == seeded(plain, model, *args, seed=step, guide=guide)
     return compiled
-
-
-def test_comparisons_are_at_powers_of_two_and_every_1024th_step() -> None:
-    due = [n for n in range(1, 4000) if is_due(n)]
-    assert due == [*(2**k for k in range(11)), 2048, 3072]
 
 
 def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
@@ -150,45 +142,6 @@ def test_a_float_that_python_needs_runs_uncompiled() -> None:
     assert re.search(r"reads a tensor's value at .*int\(power\)", reasons(loss)[0])
 
 
-@pytest.mark.parametrize("kind", ["global", "namespace", "closure", "attribute", "default"])
-def test_what_programs_see_besides_their_arguments(kind: str) -> None:
-    inner = SimpleNamespace(value=0.5)
-    width = 1.0
-
-    class Model:
-        def __init__(self) -> None:
-            self.loc = 0.5
-
-        def __call__(self, x: Tensor) -> None:
-            normal_model(x, self.loc + shift, width * settings.width)
-
-    model = Model()
-    loss, plain = check(model), TraceSGVB_ELBO()
-    assert uses(loss) >= 3
-
-    def change(value: float) -> None:
-        nonlocal width
-        if kind == "global":
-            globals()["shift"] = value
-        elif kind == "namespace":
-            settings.width = value
-        elif kind == "closure":
-            width = value
-        elif kind == "attribute":
-            model.loc = value
-        else:
-            inner.value = value
-
-    before = {"global": 0.0, "attribute": 0.5}.get(kind, 1.0)
-    try:
-        for value in (2.0, 3.0):
-            change(value)
-            for step in range(4):
-                assert seeded(loss, model, x, seed=step) == seeded(plain, model, x, seed=step)
-    finally:
-        change(before)
-
-
 def test_a_parameter_that_is_replaced_or_made_later() -> None:
     loss, plain = check(normal_model), TraceSGVB_ELBO()
     pyro.clear_param_store()
@@ -203,45 +156,6 @@ def test_a_parameter_that_is_replaced_or_made_later() -> None:
     pyro.clear_param_store()
     args = (net.model, data)
     assert seeded(module, *args, guide=net.guide) == seeded(plain, *args, guide=net.guide)
-
-
-@pytest.mark.parametrize(
-    ("starts", "length"), [(3, 1), (20, 1), pytest.param(10, 5, marks=pytest.mark.slow)]
-)
-def test_a_step_is_recorded_after_any_number_of_short_starts(starts: int, length: int) -> None:
-    runs = []
-    for make_loss in (TraceSGVB_ELBO, lambda: CompiledELBO(TraceSGVB_ELBO(), "eager")):
-        loss, losses = make_loss(), []
-        torch.manual_seed(0)
-        for steps in [*[length] * starts, 100]:
-            pyro.clear_param_store()
-            svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
-            losses += [svi.step(x) for _ in range(steps)]
-        runs.append(losses)
-    assert runs[0] == runs[1]
-    assert uses(loss) > 30
-    assert not reasons(loss)
-
-
-def test_a_parameter_of_a_later_step_does_not_end_recordings() -> None:
-    def model(x: Tensor, late: bool) -> None:
-        normal_model(x, loc=pyro.param("late", torch.zeros(())) if late else 0.0)
-
-    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
-    for step in range(30):
-        args = (x, step >= 2)
-        assert seeded(loss, model, *args, seed=step) == seeded(plain, model, *args, seed=step)
-    assert uses(loss) >= 20
-
-
-def test_svi_learns_of_the_parameters() -> None:
-    loss = CompiledELBO(Trace_ELBO(), "eager")
-    svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.1}), loss)
-    svi.step(x)
-    for _ in range(6):
-        before = pyro.param("slope").item()
-        svi.step(x)
-        assert pyro.param("slope").item() != before
 
 
 def counter() -> Callable[..., None]:
@@ -508,27 +422,6 @@ def test_attributes_that_programs_do_not_read_may_change(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-@pytest.mark.parametrize("period", [1, 4])
-def test_an_attribute_that_changes_before_recordings_pay_is_named(
-    period: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    net, loss = make(), CompiledELBO(TraceSGVB_ELBO(), "eager")
-    for step in range(100):
-        net.width = 1.0 + step // period
-        loss.loss_and_grads(net.model, net.guide, batches(1)[0])
-    assert "attribute 'width' of Net changes again and again" in caplog.text
-    assert sum(case._num_recorded for case in loss._specializations.values()) <= 6
-
-
-def test_a_plain_program_stays_exact_in_a_long_run() -> None:
-    # Past the comparison at the hundredth use.
-    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
-    _, state = train(make(), loss, 106)
-    assert uses(loss) > 100
-    _, expected = train(make(), TraceSGVB_ELBO(), 106)
-    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
-
-
 class Several(Trace_ELBO):
     """A loss that returns more than a number."""
 
@@ -566,28 +459,6 @@ def test_a_closed_form_that_compares_constants_is_recorded() -> None:
             pyro.sample("s", dist.InverseGamma(a, 2.0))
 
     assert uses(check(model, guide=guide)) == 4
-
-
-def test_a_cholesky_factor_of_correlations_is_recorded() -> None:
-    def model(x: Tensor) -> None:
-        pyro.sample("L", dist.LKJCholesky(3, 1.0))
-
-    def guide(x: Tensor) -> None:
-        result = pyro.param("L_loc", torch.eye(3), constraint=dist.constraints.corr_cholesky)
-        pyro.sample("L", dist.Delta(result, event_dim=2))
-
-    assert uses(check(model, guide=guide)) == 4
-
-
-def test_what_the_backward_pass_does_is_at_no_line(caplog: pytest.LogCaptureFixture) -> None:
-    def model(x: Tensor) -> None:
-        loc = pyro.param("loc", torch.ones(()))
-        with pyro.plate("data", len(x)):
-            mean = torch.zeros_like(x).index_put((x > 0,), loc)
-            pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
-
-    check(model, guide=lambda x: None)
-    assert "values (index) at the backward pass, no line of the programs" in caplog.text
 
 
 def test_what_is_no_loss_is_refused() -> None:

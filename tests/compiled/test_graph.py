@@ -6,14 +6,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO
 from pyro_mcvae.compiled.graph import as_function, owns_outputs
-from pyro_mcvae.compiled.recording import Call, record
 from pyro_mcvae.compiled.tracer import trace
-from pyro_mcvae.programs.outside_values import ExecutedCode
 from tests.compiled.programs import uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -143,40 +140,3 @@ def test_gradients_share_no_memory_with_each_other_or_with_data() -> None:
         grad.mul_(2.0)
     torch.testing.assert_close(grads[1], -2 * before)
     assert torch.equal(x, before)
-
-
-def programs_without_arguments() -> tuple[Callable[[], None], AutoNormal]:
-    def model() -> None:
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
-    return model, AutoNormal(model)
-
-
-def test_an_autoguide_makes_its_plates_at_each_step_and_is_recorded() -> None:
-    result = []
-    for compiled in (False, True):
-        pyro.clear_param_store()
-        model, guide = programs_without_arguments()
-        plain = TraceSGVB_ELBO()
-        loss = CompiledELBO(plain, "eager") if compiled else plain
-        torch.manual_seed(0)
-        result.append([loss.loss_and_grads(model, guide) for _ in range(7)])
-    assert result[0] == result[1]
-    assert uses(loss) == 4
-
-
-def test_constants_stand_before_everything_else() -> None:
-    model, guide = programs_without_arguments()
-    loss = TraceSGVB_ELBO()
-    for _ in range(3):
-        with ExecutedCode() as executed:
-            loss.loss_and_grads(model, guide)
-    recording, _ = record(loss, Call("loss_and_grads", model, guide, (), {}), executed)
-    nodes = list(recording.graph.graph.nodes)
-    recording.graph.graph.lint()
-    assert len(nodes) == len(recording.graph.graph.nodes)
-    inputs = [node.op == "placeholder" for node in nodes]
-    assert inputs == sorted(inputs, reverse=True)
-    assert sum(inputs) == len(recording.constants)

@@ -15,50 +15,10 @@ from torch.distributions import constraints
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.elbos import chain
-from pyro_mcvae.ops import distributed as ranks
-from tests.compiled.programs import batches, make, reasons, train, uses
+from tests.compiled.programs import batches, make, reasons, uses
 
 ROOT = Path(__file__).parents[2]
 STEPS = 7
-
-
-class Trainer(nn.Module):
-    """As Lightning's modules are: ``training_step`` returns a loss whose gradient others take."""
-
-    def __init__(self, loss: nn.Module, net: nn.Module) -> None:
-        super().__init__()
-        self.net, self.elbo = net, loss(net.model, net.guide)
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        result: Tensor = self.elbo(batch)
-        return result / len(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.net.parameters(), lr=0.01)
-
-
-def fit(trainer: Trainer) -> list[Tensor]:
-    """Gradients of two batches are accumulated and clipped before each step."""
-    optimizer = trainer.configure_optimizers()
-    for i, batch in enumerate(batches(10)):
-        trainer.training_step(batch).backward()
-        if i % 2:
-            nn.utils.clip_grad_norm_(trainer.net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach() for p in trainer.net.parameters()]
-
-
-def test_a_loop_that_accumulates_and_clips_gradients() -> None:
-    result = []
-    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
-        loss, net = wrap(TraceSGVB_ELBO()), make()
-        torch.manual_seed(1)
-        result.append(fit(Trainer(loss, net)))
-    for a, b in zip(*result, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    assert uses(loss) == 7
 
 
 class Scaled(PyroModule):
@@ -111,23 +71,6 @@ def test_parameters_of_modules_that_share_no_names(local: bool) -> None:
         result.append([float(v.detach()) for v in values] + model.decoder.bias.tolist())
     assert result[0] == pytest.approx(result[1], rel=1e-10)
     assert uses(loss) >= 3
-
-
-@pytest.mark.slow
-def test_a_step_in_which_ranks_talk_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = []
-    for module in (ranks, chain):
-        monkeypatch.setattr(module, "num_ranks", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: met.append(t) or t.mul_(2))
-    losses, meetings = [], []
-    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
-        loss = wrap(TraceSIS_ELBO(2, max_plate_nesting=1))
-        losses.append(train(make(), loss)[0])
-        meetings.append(len(met))
-        met.clear()
-    assert losses[0] == losses[1]
-    assert meetings[0] == meetings[1] > 0  # or ranks would wait for each other
-    assert any("the ranks communicate within the step" in reason for reason in reasons(loss))
 
 
 def on_a_rank(out: Path) -> None:

@@ -154,31 +154,6 @@ def test_one_hot_draws_and_labels(make_loss: Callable[[], Any]) -> None:
     assert not reasons(compiled)
 
 
-def test_minibatches_drawn_by_plates() -> None:
-    data = torch.randn(20)
-
-    def model() -> None:
-        with pyro.plate("data", 20, subsample_size=4) as index:
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=data[index])
-
-    def guide() -> None:
-        slope = pyro.param("slope", torch.tensor(0.1))
-        with pyro.plate("data", 20, subsample_size=4) as index:
-            pyro.sample("z", dist.Normal(slope * data[index], 0.7))
-
-    runs = []
-    for compiled in (False, True):
-        pyro.clear_param_store()
-        loss = TraceSIS_ELBO(1, max_plate_nesting=1)
-        loss = CompiledELBO(loss, "eager") if compiled else loss
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
-        torch.manual_seed(1)
-        runs.append([svi.step() for _ in range(12)])
-    assert runs[0] == runs[1]
-    assert uses(loss) == 9
-
-
 def test_plates_that_are_looped_over() -> None:
     """Pyro reads the indices of such a plate; in another order they are another step."""
     data, order = torch.randn(2, 2), torch.tensor([1, 0])
@@ -207,51 +182,6 @@ def test_plates_that_are_looped_over() -> None:
     assert runs[0] == runs[1]
     assert uses(loss) > 6
     assert not reasons(loss)
-
-
-@pytest.mark.parametrize("make_loss", [Trace_ELBO])
-def test_as_a_module_with_an_optimizer_of_torch(make_loss: Callable[[], Any]) -> None:
-    runs = []
-    for compiled in (False, True):
-        net = make()
-        loss = CompiledELBO(make_loss(), "eager") if compiled else make_loss()
-        module = loss(net.model, net.guide)
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        torch.manual_seed(1)
-        losses = []
-        for x in batches(10):
-            optimizer.zero_grad()
-            value = module(x)
-            (2 * value).backward()
-            optimizer.step()
-            losses.append(value.item())
-        with torch.no_grad():
-            losses += [module(x).item() for x in batches(5)]
-        runs.append((losses, [p.detach() for p in net.parameters()]))
-        pyro.clear_param_store()
-    assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
-    assert uses(loss) == 7 + 2
-
-
-def test_gradients_accumulate_as_ever() -> None:
-    net = make()
-    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
-    for x in batches(6):
-        loss.loss_and_grads(net.model, net.guide, x)
-    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    twin = make()
-    twin.load_state_dict(net.state_dict())
-    torch.manual_seed(4)
-    loss.loss_and_grads(net.model, net.guide, batches(1)[0])
-    torch.manual_seed(4)
-    TraceSGVB_ELBO().loss_and_grads(twin.model, twin.guide, batches(1)[0])
-    after = [p.grad for p in net.parameters()]
-    alone = [p.grad for p in twin.parameters()]
-    for now, before, new in zip(after, grads, alone, strict=True):
-        assert now is not None
-        assert new is not None
-        assert torch.equal(now, before + new)
 
 
 def test_checkpoints_are_those_of_the_plain_loss(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """What repeats in a recorded graph is compiled once, and computes what the recording does."""
 
 import contextlib
-import copy
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +13,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pyro_mcvae import (
-    HMC,
-    ULA,
     CompiledELBO,
-    TraceAIS_ELBO,
     TraceSIS_ELBO,
-    UnderdampedLangevin,
 )
 from pyro_mcvae.compiled import backends
 from pyro_mcvae.compiled.backends import quick, same_bits
-from pyro_mcvae.compiled.graph import as_function, join_parts
+from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.ops.tensors import Generators
-from tests.compiled.programs import Net, batches, make, reasons
+from tests.compiled.programs import reasons
 
 Function = Callable[..., list[Tensor]]
 
@@ -121,67 +115,12 @@ def test_copies_that_are_none(option: str) -> None:
     sizes_of((10,), **{option: True})
 
 
-@pytest.mark.parametrize("kind", ["entries", "slices", "both"])
-def test_gradients_of_parts_are_stacked(kind: str) -> None:
-    """Also where a part is read twice, and others are not read at all."""
-    x = nn.Parameter(torch.randn(20, 2))
-
-    def function(y: Tensor) -> list[Tensor]:
-        total = y.sum()
-        for t in [*range(2, 8), *range(2, 8)]:
-            if kind != "slices":
-                total = (total + x[t] * y).sin().sum()
-            if kind != "entries":
-                total = (total + x[2 * t : 2 * t + 2] * y).cos().sum()
-        return list(torch.autograd.grad(total + x.square().sum(), [x]))
-
-    graph, example = recorded(function, torch.randn(2))
-    joined = copy.deepcopy(graph)
-    join_parts(joined.graph, 3)
-    joined.recompile()
-    targets = [str(n.target) for n in joined.graph.nodes]
-    assert not any("select_backward" in t or "slice_backward" in t for t in targets)
-    torch.testing.assert_close(joined(*example), graph(*example), rtol=1e-14, atol=1e-14)
-
-
 def test_what_does_not_repeat_is_left_alone() -> None:
     graph, example = recorded(Chain(2), torch.randn(3, 4))
     assert outline(graph, example) is None
 
 
 # Training steps -----------------------------------------------------------------------------------
-
-
-def step_of(loss: Any, net: Net, *args: Any) -> tuple[GraphModule, list[Tensor]]:
-    """The graph of a training step, and its inputs."""
-    compiled = CompiledELBO(loss, "eager")
-    svi = SVI(net.model, net.guide, pyro.optim.Adam({"lr": 0.01}), compiled)
-    for batch in batches(3):
-        svi.step(batch, *args)
-    (case,) = compiled._specializations.values()
-    (recording,) = case._recordings
-    return recording.graph, [
-        t.detach() for t in (*recording.constants, batch, *map(torch.tensor, args))
-    ]
-
-
-CHAINS: dict[str, Callable[[int], Any]] = {
-    "SIS": lambda k: TraceSIS_ELBO(k, max_plate_nesting=1),
-    "SIS, ULA": lambda k: TraceSIS_ELBO(k, ULA(), max_plate_nesting=1),
-    "AIS": lambda k: TraceAIS_ELBO(k, max_plate_nesting=1),
-    "AIS, HMC": lambda k: TraceAIS_ELBO(k, HMC(num_leapfrog=2), max_plate_nesting=1),
-    "a full mass": lambda k: TraceSIS_ELBO(
-        kernel=UnderdampedLangevin.trained(k, full_mass=True), num_steps=k, max_plate_nesting=1
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHAINS)
-def test_steps_of_chains(name: str) -> None:
-    """A transition more costs less than a hundredth of what a transition has."""
-    short, long = (outlined(*step_of(CHAINS[name](k), make(), 0.5)) for k in (6, 8))
-    assert long.size - short.size < 10
 
 
 @pytest.fixture
@@ -224,32 +163,6 @@ def test_training_and_evaluation_of_masked_minibatches(
     assert runs[0] == runs[1]
     assert caplog.text.count("without those that repeat") == 2
     assert "cannot compile" not in caplog.text
-
-
-def test_an_input_of_another_layout_is_refused(no_compiler: None) -> None:
-    graph, example = recorded(Chain(6), torch.randn(3, 4))
-    run = backends.Backend("inductor", {}).compile(graph, example)
-    with pytest.raises(RuntimeError, match="an input has another layout"):
-        run(*(t.t() if t.dim() == 2 else t for t in example))
-
-
-def test_small_memory_of_bodies_is_kept_between_steps() -> None:
-    names: dict[str, Any] = {"torch": torch, "empty_strided_cpu": torch.empty_strided}
-    code = """
-def call(self, args):
-    small, large = empty_strided_cpu((3,), (1,)), empty_strided_cpu((9000,), (1,))
-    return [torch.add(args[0], 1, out=small), large]
-"""
-    exec(code, names)
-    call = types.MethodType(names["call"], None.__class__)
-    memory, results = backends._Memory(call), []
-    for i in range(3):
-        with memory:
-            results.append(call([torch.full((3,), float(i))]))
-        assert names["empty_strided_cpu"] is torch.empty_strided
-    assert results[0][0] is results[1][0] is results[2][0]
-    assert results[2][0].tolist() == [3.0, 3.0, 3.0]
-    assert len({id(large) for _, large in results}) == 3
 
 
 @pytest.mark.slow

@@ -125,26 +125,3 @@ def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
     assert (case._failures, reasons(loss)) == (0, [])
     assert (pyro.param("logits") > 0).any()
     assert len(case._recordings) == 2
-
-
-@pytest.mark.slow
-def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() -> None:
-    def model(x: Tensor, shift: Tensor) -> None:
-        logits = pyro.param("logits", torch.full((H,), -0.3))
-        with pyro.plate("data", N):
-            z = pyro.sample("z", dist.Bernoulli(logits=logits + shift).to_event(1))
-            pyro.sample("x", dist.Normal(z.sum(-1), 0.5), obs=x)
-
-    x, runs = torch.randn(N), []
-    for loss in (TraceTruncated_ELBO(), compiled := CompiledELBO(TraceTruncated_ELBO(), "eager")):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        guide = TruncatedPosterior(model, 5, evolution=EvolutionaryUpdate(2, 2, 1))
-        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
-        shifts = [torch.tensor(1.0 if step // 8 % 2 else -1.0) for step in range(40)]
-        runs.append([svi.step(x, shift) for shift in shifts])
-    assert runs[0] == runs[1]
-    (case,) = compiled._specializations.values()
-    assert (len(case._recordings), reasons(compiled)) == (2, [])
-    # Before the second way was recorded, and never again.
-    assert sum(r.misses for r in case._recordings) == 6

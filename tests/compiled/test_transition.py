@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -12,9 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, refine
-from pyro_mcvae.chains.annealing import anneal, evaluator
-from pyro_mcvae.compiled.graph import as_function, split_off
-from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.evaluation import options as annealing
 
@@ -108,61 +104,3 @@ def test_parameters_of_each_transition_run_as_ever(monkeypatch: pytest.MonkeyPat
     result, replayed = evidence(model, monkeypatch, 10, kernel=kernel)
     assert replayed == 0
     assert torch.equal(result.log_weight, plain.log_weight)
-
-
-def test_what_is_not_seen_is_found_at_the_beginning_of_a_chain() -> None:
-    held = np.ones(1)  # an array that changes in place
-
-    def density(z: Tensor) -> tuple[Tensor, Tensor]:
-        return -0.5 * z.square().sum(-1), -float(held[0]) * z.square().sum(-1)
-
-    betas = torch.linspace(0, 1, 7)
-    recorded = RecordedTransition(kernel := HMC(0.3), ())
-    for scale in (1.0, 3.0, 1.0):
-        held[0] = scale
-        weights = []
-        for moves in (recorded, kernel):
-            torch.manual_seed(2)
-            start = evaluator(density)(torch.randn(4, 2))
-            weights.append(anneal(start, betas, moves, evaluator(density, False)).log_weight)
-        assert torch.equal(*weights)
-
-
-def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
-    """Of 8 densities each, one after the other: those of short chains soon run uncompiled."""
-    recorded = []
-    for steps in (70, 5):
-        moves = RecordedTransition(HMC(0.3, num_leapfrog=1), ())
-        betas = torch.linspace(0, 1, steps)
-        for scale in range(1, 9):
-
-            def density(z: Tensor, scale: int = scale) -> tuple[Tensor, Tensor]:
-                return -0.5 * z.square().sum(-1), -scale * z.square().sum(-1)
-
-            start = evaluator(density)(torch.randn(4, 2))
-            anneal(start, betas, moves, evaluator(density, False))
-        recorded.append((moves._recorded, moves._unsupported))
-    assert recorded[0][0] >= 8
-    assert recorded[0][1] is False
-    assert recorded[1] == (7, True)
-
-
-def test_what_depends_on_fixed_constants_is_computed_once_and_nothing_else() -> None:
-    fixed, moving = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-
-    def function(x: Tensor) -> list[Tensor]:
-        ones = torch.ones_like(x * moving)
-        return [x * fixed.exp().log1p() + moving.exp() * ones + torch.randn_like(fixed)]
-
-    x = torch.tensor([0.5, -1.0])
-    graph, constants, _ = as_function(*trace(function, [x]))
-    before = sum(node.op == "call_function" for node in graph.graph.nodes)
-    prepare, graph = split_off(graph.graph, [c is not moving for c in constants])
-    assert sum(node.op == "call_function" for node in graph.graph.nodes) < before
-    prepared = prepare(*constants)
-    for _ in range(2):
-        torch.manual_seed(1)
-        expected = function(x)[0]
-        torch.manual_seed(1)
-        assert torch.equal(graph(*prepared, x)[0], expected)
-        moving.mul_(2.0)

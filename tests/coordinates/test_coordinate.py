@@ -15,11 +15,9 @@ from pyro_mcvae.coordinates import noise as module
 from pyro_mcvae.coordinates.coordinate import (
     NoiseCoordinate,
     UnconstrainedCoordinate,
-    ValueCoordinate,
     coordinate_of,
 )
 from pyro_mcvae.coordinates.noise import register_noise
-from pyro_mcvae.programs.sites import is_masked, with_mask
 from pyro_mcvae.programs.types import NoCoordinateError
 
 
@@ -165,22 +163,6 @@ def test_the_coordinate_of_a_value_makes_that_value(make, kind):
 
 @cases({**CONTINUOUS, **DISCRETE})
 @pytest.mark.parametrize("kind", ["noise", "latent"])
-def test_shapes(make, kind):
-    fn = make()
-    coordinate = coordinate_of(fn, kind)
-    at = coordinate.draw()
-    assert at.shape == fn.batch_shape + coordinate.event_shape == (3, *coordinate.event_shape)
-    # Noise has no parameters; an unconstrained value is drawn with a gradient to the guide's.
-    if not isinstance(coordinate, UnconstrainedCoordinate):
-        assert not at.requires_grad
-    value = coordinate.value(at)
-    assert value.shape == fn.shape()
-    assert coordinate.log_base(at, value).shape == fn.batch_shape
-    assert torch.isfinite(fn.log_prob(value)).all()
-
-
-@cases({**CONTINUOUS, **DISCRETE})
-@pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_one_coordinate_serves_further_leading_dimensions(make, kind):
     fn = make()
     coordinate = coordinate_of(fn, kind)
@@ -287,17 +269,6 @@ def test_at_the_same_noise_value_and_gradient_are_those_of_rsample(name):
     assert_same_gradients(value, expected)
 
 
-def test_low_rank_noise_has_the_value_and_gradient_of_rsample():
-    fn = NOISE["low-rank"]()
-    torch.manual_seed(3)
-    expected = fn.rsample()
-    torch.manual_seed(3)
-    at = [_standard_normal((3, n), expected.dtype, expected.device) for n in (2, 4)]
-    value = coordinate_of(fn).value(torch.cat(at, -1))
-    assert torch.allclose(value, expected)
-    assert_same_gradients(value, expected)
-
-
 @pytest.mark.parametrize("name", ["normal", "cauchy", "student", "uniform", "gumbel"])
 def test_at_the_same_value_the_gradient_is_that_of_rsample(name):
     # In one dimension any rising map from noise has this gradient.
@@ -360,20 +331,6 @@ def test_far_noise_is_as_far_as_its_probability(name, dtype, far):
     assert torch.allclose(result, expected, rtol=1e-5)
 
 
-@cases(DISCRETE)
-@pytest.mark.parametrize("kind", ["noise", "latent"])
-def test_discrete_draws_are_their_own_coordinate(make, kind):
-    fn = make()
-    coordinate = coordinate_of(fn, kind)
-    assert isinstance(coordinate, ValueCoordinate)
-    at = coordinate.draw()
-    assert coordinate.value(at) is at
-    assert fn.support.check(at).all()
-    # What is masked was drawn, too.
-    drawn = with_mask(fn, None) if is_masked(fn) else fn
-    assert torch.equal(coordinate.log_base(at, at), drawn.log_prob(at))
-
-
 @pytest.mark.parametrize("kind", ["noise", "latent"])
 @cases(
     {
@@ -434,11 +391,6 @@ def test_subclasses_that_draw_in_another_way_are_not_taken_for_their_parents(mak
     assert torch.allclose(coordinate.value(coordinate.draw()), expected)
 
 
-@pytest.mark.parametrize("df", [torch.tensor([3.0, 4.0, 5.0]), torch.tensor(3.0).requires_grad_()])
-def test_noise_whose_density_would_have_parameters_is_not_used(df):
-    assert isinstance(coordinate_of(dist.StudentT(df, loc(), scale())), UnconstrainedCoordinate)
-
-
 @pytest.fixture
 def registry(monkeypatch):
     monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
@@ -481,49 +433,3 @@ def test_angles_go_round(wrap):
         assert torch.allclose(value, at)
         assert (value.abs() <= math.pi).all()
         assert torch.allclose(coordinate.log_base(moved, value), coordinate.log_base(at, at))
-
-
-@pytest.mark.parametrize("transform", ["projected", "mixture"])
-def test_draws_and_density_of_directions_and_mixtures(transform):
-    size = 4000
-    if transform == "projected":
-        fn = dist.ProjectedNormal(torch.tensor([0.8, -0.3])).expand([size])
-    else:
-        parts = dist.HalfNormal(torch.tensor([0.5, 2.0]).expand(size, 2))
-        fn = dist.MixtureSameFamily(dist.Categorical(torch.ones(size, 2)), parts)
-    coordinate = coordinate_of(fn)
-    value = coordinate.value(coordinate.draw()).reshape(size, -1)
-    drawn = fn.sample().reshape(size, -1)
-    for i in range(value.shape[1]):
-        assert stats.ks_2samp(value[:, i].numpy(), drawn[:, i].numpy()).pvalue > 1e-3
-    if transform == "mixture":  # from the whole line
-        assert (coordinate.value(torch.full((size,), -3.0)) > 0).all()
-
-
-class Named(dist.Normal):
-    """One that draws as its parent does."""
-
-
-class Called(dist.Normal):
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs).abs()
-
-
-class Tempered(dist.Normal):
-    def log_prob(self, value):
-        return 0.5 * super().log_prob(value)
-
-
-class Scored(dist.Normal):
-    has_rsample = False
-
-
-def test_subclasses_that_draw_as_their_parents_do_move_in_noise():
-    fn, parent = Named(loc(), scale()), dist.Normal(loc(), scale())
-    coordinate = coordinate_of(fn)
-    assert isinstance(coordinate, NoiseCoordinate)
-    at = coordinate.draw()
-    assert torch.equal(coordinate.value(at), coordinate_of(parent).value(at))
-    assert torch.equal(coordinate.log_prob(at), coordinate_of(parent).log_prob(at))
-    for other in (Called, Tempered, Scored):
-        assert isinstance(coordinate_of(other(loc(), scale())), UnconstrainedCoordinate)

@@ -7,14 +7,11 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.coordinates.coordinate import LatentValues
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.programs.types import NoCoordinateError
 from tests.plain_traces import plain_traces, values_of
 from tests.zoo import EXAMPLES, data, flow
 
@@ -156,18 +153,6 @@ def test_log_weights_are_those_of_plain_traces(name, vectorize, coordinates):
         assert_by_hand(example, evaluation)
 
 
-@alternating()
-def test_every_site_is_in_the_block_that_it_belongs_to(name, vectorize):
-    example = EXAMPLES[name]()
-    sample = example.log_weight(2, vectorize).first.sample
-    for key, b in sample.block_of[0].items():
-        expected = example.block_of(key.name)
-        assert (b is None) == (expected is None), key
-        if b is not None:
-            plates = [p.name for p in sample.blocks[b].plates if p.dim is not None]
-            assert tuple(plates) == example.blocks[expected][0]
-
-
 @pytest.mark.parametrize("name", NAMES[::3])
 def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     example = EXAMPLES[name]()
@@ -185,28 +170,6 @@ def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     for g, h in zip(*gradients, strict=True):
         assert (g is None) == (h is None)
         assert g is None or torch.allclose(g, h, rtol=1e-7, atol=1e-9)
-
-
-@alternating(shift=1)
-def test_any_leading_shape_is_the_flat_one(name, vectorize):
-    num_particles = 1 if NAMES.index(name) % 4 < 2 else 6
-    example = EXAMPLES[name]()
-    log_weight = example.log_weight(num_particles, vectorize)
-    inner = log_weight.coordinates.shape[1:]
-    at = moved(example, log_weight, 6) if num_particles == 6 else log_weight.coordinates
-    at = at.expand(6, *inner).clone()
-    if example.smooth:
-        at = at + 0.2 * data(*at.shape, seed=8)
-    flat = log_weight(at)
-    shaped = log_weight(at.reshape(2, 3, *inner))
-    assert shaped.log_weight.shape == (2, 3, *inner[:-1])
-    assert torch.allclose(shaped.log_weight.flatten(0, 1), flat.log_weight, atol=1e-8)
-    assert torch.allclose(shaped.log_base.flatten(0, 1), flat.log_base, atol=1e-8)
-    for k in (0, 4):
-        single = log_weight(at[k])
-        assert single.log_weight.shape == inner[:-1]
-        assert torch.allclose(single.log_weight, flat.log_weight[k], atol=1e-8)
-        assert torch.allclose(single.log_base, flat.log_base[k], atol=1e-8)
 
 
 GAUSSIAN = [n for n in NAMES if n not in ("two-independent", "implicit", "mixture")]
@@ -248,41 +211,6 @@ def test_minibatch_and_global_latents_stay_fixed(name, vectorize):
                         torch.as_tensor(indices),
                     )
     assert torch.allclose(log_weight(log_weight.coordinates).log_weight, before, atol=1e-8)
-
-
-@alternating(shift=1)
-def test_a_step_within_another_has_its_minibatch_and_global_latents(name, vectorize):
-    example = EXAMPLES[name]()
-    first = example.log_weight(3, vectorize).first.sample
-    pyro.set_rng_seed(77)
-    result = LogWeight(ParticleSampler(4, vectorize, math.inf), example.programs, within=first)
-    assert result.first.log_weight.shape == (4, *first.log_weight.shape[1:])
-    sample = result.first.sample
-    for n, value in first.global_values().items():
-        assert torch.equal(sample.global_values()[n], value)
-    for n, indices in first.subsamples.items():
-        assert torch.equal(torch.as_tensor(sample.subsamples[n]), torch.as_tensor(indices))
-    assert torch.allclose(result(result.coordinates).log_weight, result.first.log_weight, atol=1e-8)
-
-
-@in_turn("coordinates", COORDINATES, GAUSSIAN, every=2)
-def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
-    example = EXAMPLES[name]()
-    guide_trace = pyro.poutine.trace(example.guide).get_trace(*example.args)
-    sites = {n: s for n, s in guide_trace.nodes.items() if s["type"] == "sample"}
-    local = {n: s["value"] for n, s in sites.items() if not site_is_subsample(s)}
-    if name == "sequential-subsampled":
-        pytest.skip("its sites' names are those of a minibatch")
-    sampler = ParticleSampler(3, vectorize, math.inf)
-    if name == "auto-low-rank" and coordinates == "noise":
-        with pytest.raises(NoCoordinateError, match="'_AutoLowRankMultivariateNormal_latent'"):
-            LogWeight(sampler, example.programs, coordinates, begin=LatentValues(local))
-        return
-    result = LogWeight(sampler, example.programs, coordinates, begin=LatentValues(local))
-    run = result.first.sample.runs[0]
-    for n in result.packing.sites:
-        value = run.guide_trace.nodes[n]["value"]
-        assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
 
 
 SMOOTH = [n for n in NAMES if n not in ("mixture", "two-independent")]
@@ -404,30 +332,6 @@ def test_coordinates_of_another_shape_are_refused():
 def refused(model, guide, vectorize, coordinates="noise"):
     sampler = ParticleSampler(3, vectorize, 1, find_roots=True)
     return lambda: LogWeight(sampler, Programs(model, guide, (), {}), coordinates)
-
-
-@modes
-def test_latents_outside_of_a_subsampled_plate_are_refused(vectorize):
-    def model():
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 20, 4) as i:
-            pyro.sample("x", dist.Normal(w, 1.0), obs=data(20)[i])
-
-    def guide():
-        pyro.sample("w", dist.Normal(0.0, 1.0))
-
-    with pytest.raises(ValueError, match=r"no latent of the guide \(w\) has a separate weight"):
-        refused(model, guide, vectorize)()
-    assert not poutine.runtime._PYRO_STACK
-
-
-@modes
-def test_a_guide_of_point_masses_has_no_coordinates(vectorize):
-    model = EXAMPLES["plain"]().model
-    guide = AutoDelta(model)
-    guide()
-    with pytest.raises(ValueError, match=r"point mass|no random"):
-        refused(model, guide, vectorize)()
 
 
 @modes

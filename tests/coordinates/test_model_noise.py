@@ -19,9 +19,6 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.run import Programs
 from tests.compiled.programs import reasons
 from tests.estimates import assert_mean
 
@@ -42,22 +39,6 @@ def mean_field(x):
     loc = pyro.param("loc", torch.zeros(3))
     with pyro.plate("data", len(x)):
         pyro.sample("z", dist.Normal(loc, 1.0))
-
-
-def sequential(x):
-    with pyro.plate("data", len(x)):
-        a = pyro.sample("a", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
-        pyro.sample("z", dist.Normal(a.tanh(), 1.0))
-
-
-@pytest.mark.parametrize("guide", [mean_field, sequential])
-@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
-def test_the_weight_is_a_function_of_the_coordinates(guide, vectorize):
-    log_weight = LogWeight(ParticleSampler(5, vectorize, 1), Programs(model, guide, (x,), {}))
-    state = torch.get_rng_state()
-    again = log_weight(log_weight.coordinates)
-    assert torch.equal(again.log_weight, log_weight.first.log_weight)
-    assert torch.equal(torch.get_rng_state(), state)  # what moves the chain draws other numbers
 
 
 def test_the_mean_weight_of_a_chain_is_the_evidence():

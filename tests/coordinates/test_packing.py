@@ -90,47 +90,6 @@ def test_shape_and_content(described, leading):
     assert torch.equal(real.sort().values.long(), torch.arange(count))
 
 
-@given(packings())
-@settings(max_examples=100)
-def test_each_row_holds_the_numbers_of_one_element_of_one_block(described):
-    sites, dims = described
-    labels = {}
-    for name, site in sites.items():
-        own = dims[site.block]
-        index = torch.zeros(site.batch_shape, dtype=site.dtype)
-        for d in own:
-            size = site.batch_shape[d]
-            along = torch.arange(size, dtype=site.dtype).reshape(size, *[1] * (-d - 1))
-            index = index * size + along
-        index = index + 1000 * (site.block + 1)
-        full = index.reshape(1, *site.batch_shape, *[1] * len(site.event_shape))
-        labels[name] = full.expand(1, *site.batch_shape, *site.event_shape)
-    packed = Packing(sites, dims).pack(labels)
-    rows = packed.reshape(-1, packed.shape[-1]).long()
-    expected = [
-        1000 * (b + 1) + i
-        for b, own in enumerate(dims)
-        for i in range(math.prod(plate_sizes(sites, b, own)))
-    ]
-    assert rows.shape[0] == len(expected)
-    for row, label in zip(rows, expected, strict=True):
-        assert set(row.tolist()) - {0} == {label}
-
-
-def test_gradients_pass_both_ways():
-    sites = {
-        "a": SiteShape(0, (1, 5), (), torch.float64),
-        "b": SiteShape(0, (4, 5), (2,), torch.float64),
-    }
-    packing = Packing(sites, [(-1,)])
-    packed = torch.randn(3, 5, 9, requires_grad=True)
-    values = packing.unpack(packed)
-    weights = {name: torch.randn(value.shape) for name, value in values.items()}
-    total = sum((weights[name] * value).sum() for name, value in values.items())
-    (grad,) = torch.autograd.grad(total, packed)
-    assert torch.equal(grad, packing.pack(weights))
-
-
 def test_empty_events_take_no_place():
     # Those of dist.Unit; their leading size cannot be derived from their number of entries.
     kind = torch.float64

@@ -32,6 +32,7 @@ from tests.zoo import data, param
 
 KERNELS = {
     "ULA": (TraceSIS_ELBO, lambda: ULA(0.1)),
+    "per coordinate": (TraceSIS_ELBO, lambda: ULA(AdaptiveStepSize(0.1, per_coordinate=True))),
     "UnderdampedLangevin": (TraceSIS_ELBO, lambda: UnderdampedLangevin(0.4, momentum=0.6)),
     "learned moves": (TraceSIS_ELBO, lambda: learned_moves(0.3, momentum=0.6)),
     "MALA": (TraceAIS_ELBO, lambda: MALA(0.3)),
@@ -40,12 +41,25 @@ KERNELS = {
 }
 kernels = pytest.mark.parametrize(("cls", "kernel"), KERNELS.values(), ids=list(KERNELS))
 classes = pytest.mark.parametrize("cls", [TraceSIS_ELBO, TraceAIS_ELBO], ids=["sis", "ais"])
+
+
+def hierarchy():
+    """Near the posterior, as a guide is."""
+    exact = HierarchicalGaussian(N=3)
+    exact.set_guide("exact", log_sz=exact.presets()["exact"]["log_sz"] + 0.2)
+    return exact
+
+
+# The model, and a factor of the step size: too large ones give the weight heavy tails.
 MODELS = {
-    "gaussian": lambda: ConjugateGaussian(N=3),
-    "pca": lambda: ProbabilisticPCA(N=3, family="full", sigma=0.5),
-    "gamma": lambda: GammaPoisson(N=3),
-    "nested": lambda: NestedGaussian(G=2),
-    "sequential": lambda: LinearGaussianChain(N=3, T=2),
+    "gaussian": (lambda: ConjugateGaussian(N=3), 1.0),
+    "pca": (lambda: ProbabilisticPCA(N=3, family="full", sigma=0.5), 0.5),
+    "gamma": (lambda: GammaPoisson(N=3), 0.5),
+    "nested": (lambda: NestedGaussian(G=2), 0.5),
+    "sequential": (lambda: LinearGaussianChain(N=3, T=2), 1.0),
+    "padded plates": (UnequalPlates, 1.0),
+    "padded walks": (UnequalWalks, 0.5),
+    "joint": (hierarchy, 0.2),
 }
 
 
@@ -58,46 +72,23 @@ MODELS = {
         if (i + j) % 2 == 0
     ],
 )
-def test_mean_weight_is_the_evidence_per_datum(model, kernel, coordinates):
-    exact, (cls, kernel) = MODELS[model](), KERNELS[kernel]
-    kernel = kernel()
-    if coordinates == "latent" or model == "gamma":
-        kernel.step_size.value.mul_(0.5)  # Too large ones give the weight heavy tails.
-    elbo = cls(
-        3,
-        kernel,
-        num_particles=4000,
-        vectorize_particles=True,
-        max_plate_nesting=exact.max_plate_nesting,
-        coordinates=coordinates,
-    )
+def test_mean_weight_is_the_evidence(model, kernel, coordinates):
+    """Of each datum, or of all data if they share a global latent."""
+    (make, factor), (cls, kernel) = MODELS[model], KERNELS[kernel]
+    exact, kernel, joint, count = make(), kernel(), model == "joint", 3000
+    kernel.step_size.value.mul_(factor)
+    options = {"joint": joint, "coordinates": coordinates, "vectorize_particles": True}
+    elbo = cls(3, kernel, num_particles=count, **options)
     with torch.no_grad():
         bounds = elbo.bounds(exact.model, exact.guide)
-    log_evidence = exact.log_evidence_per_datum()
+    log_evidence = exact.log_evidence() if joint else exact.log_evidence_per_datum()
     result = elbo.last_step.log_weight
     weight = (result - log_evidence).exp()
-    assert weight.shape == (4000, len(log_evidence))
+    assert weight.shape == (count, *log_evidence.shape)
     assert_mean(weight, torch.ones_like(log_evidence))
-    error = 4.5 * result.std(0) / 4000**0.5
-    assert (bounds.per_datum < log_evidence + error).all()
-
-
-UNEQUAL = {
-    **KERNELS,
-    "per coordinate": (TraceSIS_ELBO, lambda: ULA(AdaptiveStepSize(0.1, per_coordinate=True))),
-}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "model"), [(k, (UnequalPlates, UnequalWalks)[i % 2]) for i, k in enumerate(UNEQUAL)]
-)
-def test_padding_of_shorter_vectors_has_no_weight(model, kernel):
-    exact, (cls, kernel) = model(), UNEQUAL[kernel]
-    elbo = cls(3, kernel(), num_particles=4000, vectorize_particles=True, max_plate_nesting=1)
-    with torch.no_grad():
-        elbo.loss(exact.model, exact.guide)
-    log_weight = elbo.last_step.log_weight - exact.log_evidence_per_datum()
-    assert_mean(log_weight.exp(), torch.ones(log_weight.shape[1]))
+    torch.testing.assert_close(bounds.per_datum, result.mean(0))
+    assert (bounds.per_datum < log_evidence + 4.5 * result.std(0) / count**0.5).all()
+    assert elbo.last_step.acceptance.numel() == (2 if cls is TraceAIS_ELBO else 3)
 
 
 @classes
@@ -128,38 +119,6 @@ def test_step_sizes_adapt_by_what_moves(cls):
     # Four standard errors of 2,000 chains; masked data as others would halve the variance.
     assert torch.allclose(plain, masked, atol=0.03)
     assert torch.allclose(size, masked_size, rtol=0.08)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "coordinates", "vectorize"),
-    [
-        *((k, ("noise", "latent")[i % 2], True) for i, k in enumerate(KERNELS)),
-        ("ULA", "noise", False),
-        ("MALA", "latent", False),
-    ],
-)
-def test_mean_joint_weight_is_the_evidence_of_all_data(kernel, coordinates, vectorize):
-    exact, (cls, kernel) = HierarchicalGaussian(N=3), KERNELS[kernel]
-    kernel = kernel()
-    # As a guide is: not quite the posterior.
-    exact.set_guide("exact", log_sz=exact.presets()["exact"]["log_sz"] + 0.2)
-    kernel.step_size.value.mul_(0.3)
-    count = 4000 if vectorize else 40
-    elbo = cls(
-        3,
-        kernel,
-        num_particles=count,
-        joint=True,
-        vectorize_particles=vectorize,
-        coordinates=coordinates,
-    )
-    with torch.no_grad():
-        loss = elbo.loss(exact.model, exact.guide)
-    weight = elbo.last_step.log_weight - exact.log_evidence()
-    assert weight.shape == (count,)
-    assert_mean(weight.exp(), torch.ones(()))
-    assert abs(loss + exact.log_evidence() + weight.mean()) < 1e-9
-    assert elbo.last_step.acceptance.numel() == (2 if cls is TraceAIS_ELBO else 3)
 
 
 @pytest.mark.parametrize(
