@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_mcvae import HMC, TraceIWAE_ELBO, TraceSIS_ELBO, log_evidence, refine, report, sandwich
+from pyro_mcvae import HMC, TraceIWAE_ELBO, TraceSIS_ELBO, log_evidence, refine
 from tests.device.programs import PROGRAMS, Training
 from tests.training.runs import data
 
@@ -42,13 +42,6 @@ def test_log_evidence(name, device):
     assert float(result[1]) == pytest.approx(float(result[0]), rel=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("programs", ["categories", "states", "slots", "enumerated"])
-def test_log_evidence_of_discrete_latents(programs, device):
-    result = [on(p, programs, log_evidence, num_particles=20).total for p in ("cpu", device)]
-    assert float(result[1]) == pytest.approx(float(result[0]), rel=1e-9)
-
-
 @pytest.mark.parametrize("place", ["cpu", "sim"])
 def test_refine_in_fewer_chains_than_candidates(place, request):
     """The further transitions are those of the chosen draws alone."""
@@ -56,12 +49,6 @@ def test_refine_in_fewer_chains_than_candidates(place, request):
     draws = on(device, "vae", refine, num_samples=2, num_particles=3, num_transitions=1)
     assert draws["z"].shape == (2, 4, 2)
     assert draws["z"].device == device
-
-
-@pytest.mark.slow
-def test_report_and_sandwich(device):
-    assert "nats per weight" in str(on(device, "vae", report, num_particles=10))
-    assert "log evidence of simulated data" in str(on(device, "vae", sandwich, num_particles=10))
 
 
 @pytest.mark.parametrize("loss", [lambda: TraceIWAE_ELBO(2), lambda: TraceSIS_ELBO(2)])

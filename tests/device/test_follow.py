@@ -73,14 +73,6 @@ def test_as_a_module_whose_optimizer_was_made_before(wrap, device):
         assert (value.cpu() != before[key]).any(), key
 
 
-def test_back_to_the_cpu(device):
-    loss = TraceSIS_ELBO(2)
-    for place in (device, torch.device("cpu")):
-        pyro.clear_param_store()
-        Training(loss, "vae", place).step()
-        assert {t.device for t in tensors(loss).values()} == {place}
-
-
 def test_after_a_checkpoint_of_the_cpu(tmp_path, device):
     losses = []
     run = Run("sis-trained", "svi")

@@ -453,22 +453,3 @@ def test_errors_of_a_program_name_the_last_site_and_the_line(loss, program):
     text = "".join(traceback.format_exception(error.value))
     assert f"in the {program}, after site '{last}', at {__file__}" in text
     assert "torch.zeros(2) @ torch.zeros(3)" in text
-
-
-@pytest.mark.parametrize("size", [3, 1])
-def test_as_many_latents_as_data_in_no_plate_are_named(size, caplog):
-    caplog.set_level("INFO")
-    x = torch.zeros(3)
-
-    def model():
-        z = pyro.sample("z", dist.Normal(torch.zeros(size), 1.0).to_event(1))
-        pyro.sample("x", dist.Normal(z, 1.0).expand([3]).to_event(1), obs=x)
-
-    def guide():
-        pyro.sample("z", dist.Normal(torch.zeros(size), 1.0).to_event(1))
-
-    TraceIWAE_ELBO(2).loss(model, guide)
-    assert ("site 'z' and the data of site 'x' have 3 independent" in caplog.text) == (size == 3)
-    caplog.clear()
-    TraceSGVB_ELBO().loss(model, guide)
-    assert "no plate" not in caplog.text

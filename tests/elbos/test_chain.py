@@ -139,37 +139,6 @@ def test_draws_without_gradient_are_named_with_the_remedy(kind, coordinates, est
         assert abs(elbo.loss(program, program)) < 1.0
 
 
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
-def test_inference_mode_is_left_for_the_chain(coordinates):
-    exact = ProbabilisticPCA()
-    elbo = TraceSIS_ELBO(3, ULA(0.01), coordinates=coordinates)
-    pyro.set_rng_seed(2)
-    expected = elbo.loss(exact.model, exact.guide)
-    pyro.set_rng_seed(2)
-    with torch.inference_mode():
-        assert elbo.loss(exact.model, exact.guide) == pytest.approx(expected, rel=1e-12)
-        assert elbo.bounds(exact.model, exact.guide).per_datum.isfinite().all()
-
-
-def test_a_flow_without_inverse_moves_in_noise_coordinates_only():
-    planar = dist.transforms.planar(1)
-
-    def model():
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(torch.zeros(3, 1), 1.0).to_event(1))
-            pyro.sample("x", dist.Normal(z[..., 0], 1.0), obs=torch.zeros(3))
-
-    def guide():
-        pyro.module("planar", planar)
-        with pyro.plate("data", 3):
-            base = dist.Normal(torch.zeros(3, 1), 1.0).to_event(1)
-            pyro.sample("z", dist.TransformedDistribution(base, [planar]))
-
-    assert TraceSIS_ELBO(2, ULA(0.1)).loss_and_grads(model, guide) > 0
-    with pytest.raises(ValueError, match=r"site 'z' of the guide.*(?s:.)*coordinates='noise'"):
-        TraceSIS_ELBO(2, ULA(0.1), coordinates="latent").loss_and_grads(model, guide)
-
-
 def test_chains_that_diverge_are_reported():
     exact = ProbabilisticPCA()
     elbo = TraceSIS_ELBO(50, ULA(1e30))

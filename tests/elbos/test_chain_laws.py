@@ -39,7 +39,6 @@ KERNELS = {
     "HMC": (TraceAIS_ELBO, lambda: HMC(0.4, num_leapfrog=2)),
     "RandomWalk": (TraceAIS_ELBO, lambda: RandomWalk(0.7)),
 }
-kernels = pytest.mark.parametrize(("cls", "kernel"), KERNELS.values(), ids=list(KERNELS))
 classes = pytest.mark.parametrize("cls", [TraceSIS_ELBO, TraceAIS_ELBO], ids=["sis", "ais"])
 
 
@@ -219,42 +218,6 @@ def test_reweighted_gradients_by_hand(cls):
     expected = torch.autograd.grad(weighted + first.mean(0).sum(), (slope, a, s))
     for name, grad in zip(("slope", "a", "s"), expected, strict=True):
         assert torch.allclose(-pyro.param(name).grad, grad), name
-
-
-@kernels
-def test_padding_changes_nothing(cls, kernel, monkeypatch):
-    """Masked data: the bound and the gradients of the others alone."""
-    x = data(5)
-    noise, uniform = torch.randn(20, 2, 5, 1), torch.rand(20, 2, 5)
-
-    def run(count, mask):
-        def model():
-            with pyro.plate("data", count), pyro.poutine.mask(mask=mask):
-                z = pyro.sample("z", dist.Normal(0.0, 1.0))
-                pyro.sample("x", dist.Normal(param("slope") * z, 0.7), obs=x[:count])
-
-        def guide():
-            with pyro.plate("data", count), pyro.poutine.mask(mask=mask):
-                pyro.sample("z", dist.Normal(param("a") * x[:count], param("s", seed=2).exp()))
-
-        draws, bits = iter(noise[:, :, :count]), iter(uniform[:, :, :count])
-        monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
-        monkeypatch.setattr(torch, "rand_like", lambda like: next(bits))
-        monkeypatch.setattr(torch, "randn", lambda *a, **k: next(draws)[..., 0].reshape(*a))
-        elbo = cls(3, kernel(), num_particles=2, vectorize_particles=True, max_plate_nesting=1)
-        loss = elbo.loss_and_grads(model, guide)
-        grads = {n: pyro.param(n).grad.clone() for n in ("slope", "a", "s")}
-        for n in grads:
-            pyro.param(n).grad = None
-        return loss, grads
-
-    for n, seed in (("slope", 1), ("a", 1), ("s", 2)):
-        param(n, seed=seed)
-    loss, grads = run(3, True)
-    padded, padded_grads = run(5, torch.tensor([True, True, True, False, False]))
-    assert padded == pytest.approx(loss)
-    for n in grads:
-        assert torch.allclose(grads[n], padded_grads[n]), n
 
 
 @pytest.mark.parametrize(

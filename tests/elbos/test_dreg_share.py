@@ -105,14 +105,3 @@ def test_weights_of_zero_and_constant_densities_are_left_to_the_plain_gradient()
         for shape in ((8, 1), (3, 50)):
             density = torch.full(shape, constant, dtype=torch.float32)
             assert (dreg_coefficient(torch.randn(shape, dtype=torch.float32), density) == 0).all()
-
-
-@pytest.mark.parametrize("alpha", [-3.0, -0.5, 0.0, 0.9, 2.0])
-def test_the_mixture_lies_between_the_two(alpha):
-    """Also where the mean factor is negative, as the second one of alpha < 0 may be."""
-    log_q = torch.randn(10, 200)
-    for slope in torch.linspace(-0.5, 1.5, 21):
-        log_p = slope * log_q + 0.2 * torch.randn(10, 200)
-        fraction = dreg_coefficient(log_p - log_q, log_q, alpha)
-        assert fraction.min() >= 0
-        assert fraction.max() <= 1

@@ -11,7 +11,6 @@ from pyro.infer import SVI
 from torch.distributions import constraints, kl_divergence
 
 from pyro_mcvae import (
-    CompiledELBO,
     MonteCarloEM,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -20,10 +19,8 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.coordinates.coordinate import coordinate_of
 from tests.cases import every
 from tests.estimates import assert_mean
-from tests.programs.test_every_distribution import MADE
 
 CHAINS = {
     "sis": lambda: TraceSIS_ELBO(2),
@@ -190,33 +187,6 @@ def test_distributions_with_a_boundary(name, objective, extreme, dtype):
     assert_finite(OBJECTIVES[objective](), *pair, may_refuse=objective in DRAWS)
 
 
-MOVED = sorted(n for n in MADE if not MADE[n](torch.tensor(0.1), torch.tensor(0.2)).batch_shape)
-
-
-@pytest.mark.parametrize(("name", "objective"), every(6, in_turn(MOVED, list(OBJECTIVES), 1)))
-def test_registry_of_distributions(name, objective):
-    """The distributions of ``test_every_distribution``, as guide and prior."""
-    a, b = torch.tensor(0.1).requires_grad_(), torch.tensor(0.2).requires_grad_()
-    try:
-        coordinate_of(MADE[name](a, b))
-    except NotImplementedError:
-        objective = "iwae"
-    if name == "GeneralizedPareto":  # PyTorch's bijection of an interval that ends at infinity
-        objective = "iwae"
-
-    def model():
-        z = pyro.sample("z", MADE[name](torch.tensor(0.0), torch.tensor(0.0)))
-        pyro.sample("x", dist.Normal(torch.tanh(z.sum()), 1.0), obs=torch.tensor(0.3))
-
-    def guide():
-        a = pyro.param("a", torch.tensor(0.1))
-        b = pyro.param("b", torch.tensor(0.2))
-        pyro.sample("z", MADE[name](a, b))
-
-    with pyro.validation_enabled(False):
-        assert_finite(OBJECTIVES[objective](), model, guide)
-
-
 @pytest.mark.parametrize(
     "likelihood",
     every(
@@ -311,25 +281,6 @@ def test_a_gradient_that_is_not_finite_in_backward():
     loss = TraceIWAE_ELBO(3).differentiable_loss(rough_model, rough_guide)
     with pytest.raises(ValueError, match=MESSAGE):
         loss.backward()
-    assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
-
-
-def test_a_gradient_that_is_not_finite_in_a_recorded_step():
-    start = torch.tensor(0.0)
-
-    def model(x):
-        scale = pyro.param("scale", torch.tensor(1.0))
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z + (scale + x).sqrt() * 0, 1.0), obs=torch.zeros(3))
-
-    loss = CompiledELBO(TraceIWAE_ELBO(3), backend="eager")
-    for _ in range(6):
-        loss.loss_and_grads(model, rough_guide, start)
-    for _, p in pyro.get_param_store().named_parameters():
-        p.grad = None
-    with pytest.raises(ValueError, match=MESSAGE):
-        loss.loss_and_grads(model, rough_guide, start - 1)
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
 
 

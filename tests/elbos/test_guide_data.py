@@ -7,7 +7,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.contrib.cevae import CEVAE, PreWhitener
 from pyro.infer import Trace_ELBO
 
 from pyro_mcvae import (
@@ -150,29 +149,6 @@ def test_discrete_draws_score_it(name):
         assert torch.allclose(result[0], expected, rtol=1e-9)
     else:
         assert_mean(torch.stack(result), expected)
-
-
-def test_the_value_of_a_cevae_is_that_of_trace_elbo():
-    x, t, y = torch.randn(10, 3), torch.ones(10).bernoulli(), torch.randn(10)
-    cevae = CEVAE(3, outcome_dist="normal", latent_dim=2, hidden_dim=4, num_layers=2)
-    cevae.whiten = PreWhitener(x)
-    args = cevae.model, cevae.guide, x, t, y
-    losses = []
-    for elbo in (Trace_ELBO(), TraceSGVB_ELBO(analytic_kl=False)):
-        pyro.set_rng_seed(0)
-        losses.append(elbo.loss(*args))
-    assert math.isclose(*losses, rel_tol=1e-9)
-    evidence = log_evidence(*args, num_particles=2000, seed=0).log_evidence
-    alone = log_evidence(
-        cevae.model,
-        pyro.poutine.block(cevae.guide, hide=["t", "y"]),
-        x,
-        t,
-        y,
-        num_particles=2000,
-        seed=0,
-    )
-    assert torch.allclose(evidence, alone.log_evidence, rtol=1e-9)
 
 
 def test_it_is_told_once(caplog):

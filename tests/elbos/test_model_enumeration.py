@@ -13,7 +13,6 @@ from pyro.ops.indexing import Vindex
 from pyro_mcvae import (
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
-    refine,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
@@ -78,19 +77,6 @@ SCALE = 0.8
 X = torch.tensor([-0.7, 0.4, 1.9], dtype=torch.float64)
 
 
-def labelled_mixture(x):
-    """z and a label of each datum: the evidence is that of a mixture of two normals."""
-    with pyro.plate("data", 3, subsample_size=len(x)):
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        y = pyro.sample("y", dist.Categorical(PRIOR), infer={"enumerate": "parallel"})
-        pyro.sample("x", dist.Normal(MEANS[y] + z, SCALE), obs=x)
-
-
-def labelled_guide(x):
-    with pyro.plate("data", 3, subsample_size=len(x)):
-        pyro.sample("z", dist.Normal(0.3 * x, 0.9))
-
-
 def test_global_latents_are_drawn_once_around_minibatches_of_sums():
     def model(subsample):
         with pyro.plate("components", 2):
@@ -116,18 +102,3 @@ def test_global_latents_are_drawn_once_around_minibatches_of_sums():
             bounds = elbo.bounds(model, guide, torch.tensor(pair))
             assert torch.allclose(bounds.per_datum, joint[pair], rtol=1e-10)
             assert torch.allclose(bounds.total, shared + 1.5 * joint[pair].sum(), rtol=1e-10)
-
-
-def test_refined_draws_have_states_of_the_posterior():
-    draws = refine(labelled_mixture, labelled_guide, X, num_samples=4000, num_particles=50)
-    scale = math.sqrt(1 + SCALE**2)
-    logits = PRIOR.log() + dist.Normal(MEANS, scale).log_prob(X.unsqueeze(-1))
-    expected = logits.softmax(-1)[:, 1]
-    assert draws["y"].shape == draws["z"].shape == (4000, 3)
-    error = (expected * (1 - expected) / 4000).sqrt()
-    assert ((draws["y"].double().mean(0) - expected).abs() < 4.5 * error + 0.01).all()
-    # z given y is normal.
-    precision = 1 + 1 / SCALE**2
-    mean = (X - MEANS[draws["y"]]) / SCALE**2 / precision
-    assert ((draws["z"] - mean).mean(0).abs() < 4.5 / (4000 * precision) ** 0.5 + 0.02).all()
-    assert draws.log_likelihood["x"].shape == (4000, 3)

@@ -19,8 +19,6 @@ from pyro_mcvae import (
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
-    TraceTruncated_ELBO,
-    TruncatedPosterior,
     log_evidence,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
@@ -177,18 +175,6 @@ def test_scales_inside_of_a_sum_are_refused_and_those_around_it_are_kept():
     assert elbo.loss(model, fixed, 1.0, 0.3) == pytest.approx(0.3 * elbo.loss(model, fixed, 1, 1))
 
 
-def test_programs_that_read_the_shape_of_states_are_refused():
-    def model(x):
-        level = torch.tensor([1.0, 2.0, 3.0])
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
-            pyro.sample("x", dist.Normal(z + y + level[: len(y)].sum(), 0.8), obs=x)
-
-    with pytest.raises(RuntimeError, match=r"site 'x' .* all values of the enumerated sites"):
-        TraceSGVB_ELBO().loss(model, guide, X)
-
-
 @pytest.mark.parametrize("expanded", [False, True])
 def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
     """A decoder of y beside z, concatenated: z has no dim of y's values."""
@@ -213,21 +199,6 @@ def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
         else:
             with pytest.raises(RuntimeError, match=r"same number of dim.* values of 'y' side by"):
                 elbo.loss(model, guide, X)
-
-
-def test_truncated_posteriors_search_enumerated_sites():
-    def codes(x):
-        with pyro.plate("data", len(x)):
-            b = pyro.sample("b", dist.Bernoulli(0.4))
-            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
-            pyro.sample("x", dist.Normal(2.0 * y + b, 0.8), obs=x)
-
-    whole = TruncatedPosterior(codes, num_states=4)
-    b, y = torch.meshgrid(torch.arange(2.0), torch.arange(2.0), indexing="ij")
-    prior = dist.Bernoulli(0.4).log_prob(b) + math.log(0.5)
-    joint = prior + dist.Normal(2.0 * y + b, 0.8).log_prob(X[:, None, None])
-    exact = joint.flatten(1).logsumexp(-1).sum()
-    assert -TraceTruncated_ELBO().loss(codes, whole, X) == pytest.approx(float(exact))
 
 
 class Clusters(PyroModule):

@@ -104,25 +104,6 @@ def test_draws_are_those_of_the_states():
     assert ((draws["y"].double().mean(0) - exact).abs() < 4 * error).all()
 
 
-def test_what_lies_in_several_plates_is_one_weight_or_outside():
-    def model(rows=None):
-        mixture(X[:, 0], rows)
-        with pyro.plate("others", 2):
-            pyro.sample("w", dist.Normal(means().sum(), 1.0), obs=torch.zeros(2))
-
-    exact = log_mixture(means()).detach().sum() + 2 * dist.Normal(0.5, 1.0).log_prob(
-        torch.tensor(0.0)
-    )
-    for elbo in (mc.TraceIWAE_ELBO(2), mc.TraceSIS_ELBO(2)):
-        assert math.isclose(elbo.loss(model, guide), -exact.item())
-    # Of a minibatch in one of them: outside, each plate with its own scale.
-    part = log_mixture(means()).detach()[:2].sum()
-    rest = exact - log_mixture(means()).detach().sum()
-    for elbo in (mc.TraceIWAE_ELBO(2), mc.TraceSIS_ELBO(2)):
-        loss = elbo.loss(model, guide, torch.tensor([0, 1]))
-        assert math.isclose(loss, -(1.5 * part + rest).item())
-
-
 def test_point_masses_are_no_exact_sum():
     def model():
         pyro.sample("shift", dist.Normal(0.0, 1.0))

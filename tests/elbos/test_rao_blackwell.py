@@ -135,31 +135,6 @@ def test_sites_by_themselves_and_enumerated_ones():
     assert slots_of(model, config_enumerate(guide)) == (10, 1)
 
 
-def test_a_one_hot_site_takes_no_square_tensor():
-    size, largest = 500, [0]
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest[0] = max(largest[0], out.numel())
-            return out
-
-    def model():
-        with pyro.plate("data", 7):
-            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(size)))
-            pyro.sample("x", dist.Normal(y @ torch.arange(float(size)), 1.0), obs=torch.ones(7))
-
-    def guide():
-        logits = pyro.param("logits", lambda: torch.zeros(7, size))
-        with pyro.plate("data", 7):
-            pyro.sample("y", dist.OneHotCategorical(logits=logits))
-
-    with Watch():
-        TraceRaoBlackwell_ELBO(5).loss_and_grads(model, guide)
-    assert largest[0] <= 6 * 7 * size
-
-
 def continuous(infer):
     def model():
         pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -274,28 +249,6 @@ def test_messenger_guides_score_continuous_draws():
     assert_mean(pyro.param("loc").grad, 0.2 + (0.2 - 0.7))
 
 
-def test_subsampled_steps_share_one_minibatch():
-    seen = []
-
-    def model():
-        with pyro.plate("data", 10, subsample_size=3) as i:
-            seen.append(i)
-            pyro.sample("y", dist.Bernoulli(0.5 * torch.ones(3)))
-
-    def guide():
-        with pyro.plate("data", 10, subsample_size=3) as i:
-            seen.append(i)
-            pyro.sample("y", dist.Bernoulli(logits=param("q", 10)[i]))
-
-    elbo = TraceRaoBlackwell_ELBO(num_particles=3, vectorize_particles=False)
-    for _ in range(2):
-        elbo.loss_and_grads(model, guide)
-    seen.clear()
-    elbo.loss_and_grads(model, guide)
-    assert len(seen) == 6
-    assert all((i == seen[0]).all() for i in seen)
-
-
 def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
     def sequence(observe):
         y = None
@@ -311,29 +264,6 @@ def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
     assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(*programs))
     exact = TraceEnum_ELBO(max_plate_nesting=0).loss(programs[0], config_enumerate(programs[1]))
     assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(*programs), exact)
-
-
-def test_labels_joined_with_data_have_the_sizes_of_their_plates():
-    x = torch.tensor([0.3, -1.0, 0.8])
-
-    def model():
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", dist.Categorical(torch.tensor([0.3, 0.7])))
-            labels = torch.nn.functional.one_hot(y, 2).to(x)
-            both = torch.cat([x[:, None].expand(*y.shape, 1), labels], -1)
-            pyro.sample("x", dist.Normal(both @ torch.tensor([0.5, 1.0, -1.0]), 1.0), obs=x)
-
-    def guide(**infer):
-        with pyro.plate("data", 3):
-            logits = torch.tensor([0.2, 0.0]).expand(3, 2)
-            pyro.sample("y", dist.Categorical(logits=logits), infer=infer)
-
-    def expanded():
-        guide(enumerate="parallel", expand=True)
-
-    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, expanded)
-    for program in (guide, expanded):
-        assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(model, program), exact)
 
 
 def test_sequential_enumeration_is_the_exact_sum():

@@ -74,34 +74,6 @@ def test_value_and_gradient_are_those_of_the_exact_elbo(name, analytic_kl):
     assert_mean(-torch.tensor(losses), exact.elbo())
 
 
-def test_a_mean_field_guide_may_draw_in_any_order():
-    """Where no draw of the guide depends on another one, every divergence is that at one site."""
-
-    def model():
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 2):
-            b = pyro.sample("b", dist.Normal(a, 1.0))
-            pyro.sample("x", dist.Normal(b, 1.0), obs=torch.tensor([1.0, 3.0]))
-
-    def guide():
-        with pyro.plate("data", 2):
-            pyro.sample("b", dist.Normal(pyro.param("m", torch.tensor(0.5)), 0.8))
-        pyro.sample("a", dist.Normal(pyro.param("n", torch.tensor(0.2)), 0.6))
-
-    result = []
-    for elbo in (TraceSGVB_ELBO(), TraceMeanField_ELBO()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pyro's says that another order may be wrong
-            elbo.loss(model, guide)
-            pyro.set_rng_seed(5)
-            value = torch.tensor(elbo.loss_and_grads(model, guide))
-        store = pyro.get_param_store()
-        result.append([value, *(store[n].grad.clone() for n in "mn")])
-        for n in "mn":
-            store[n].grad = None
-    torch.testing.assert_close(*result)
-
-
 def test_a_site_whose_prior_depends_on_a_later_draw_keeps_estimator_a():
     # The guide draws b first and a given b; in the model b depends on a. The divergence at b would
     # hold a fixed, which is not distributed independently of b: Pyro's mean-field loss is wrong.

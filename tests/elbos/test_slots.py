@@ -10,7 +10,6 @@ import torch
 
 from pyro_mcvae import (
     MALA,
-    NVIL,
     REBAR,
     RELAX,
     ULA,
@@ -164,29 +163,6 @@ def test_the_exact_posterior_gives_the_evidence(options, multi_sample):
     torch.testing.assert_close(elbo.bounds(labels_model, labels_posterior).per_datum, evidence)
 
 
-def test_the_exact_posterior_with_sites_around_gives_the_evidence():
-    """q(a) q(y | a) q(z | a, y), where chains move a and z at each y."""
-    prior, variance = dist.Normal(0.2, 1.0), 0.5
-
-    def model():
-        with pyro.plate("data", 2):
-            a = pyro.sample("a", prior)
-            y = pyro.sample("y", dist.Bernoulli(logits=1.3 * a))
-            pyro.sample("z", dist.Normal(a - y, 0.8))
-            pyro.sample("x", dist.Normal(a, 1.0), obs=data(2))
-
-    def guide():
-        with pyro.plate("data", 2):
-            a = pyro.sample("a", dist.Normal((0.2 + data(2)) * variance, variance**0.5))
-            y = pyro.sample("y", dist.Bernoulli(logits=1.3 * a))
-            pyro.sample("z", dist.Normal(a - y, 0.8))
-
-    exact = dist.Normal(0.2, 2.0**0.5).log_prob(data(2))
-    for options in ({}, {"num_categories": 2}, {"multi_sample": True}):
-        elbo = TraceAIS_ELBO(3, MALA(0.1), num_particles=2, **options)
-        torch.testing.assert_close(elbo.bounds(model, guide).per_datum, exact)
-
-
 ESTIMATORS = {
     "k0-n2": {"num_categories": 0, "num_samples": 2},
     "k1": {},
@@ -265,19 +241,6 @@ def test_discrete_sites_that_all_data_share_are_told(caplog):
     ]
 
 
-def test_a_learned_baseline_is_trained_and_leaves_the_value():
-    network = torch.nn.Linear(1, 1)
-    program, result = PROGRAMS["labels"], []
-    for baseline in (None, NVIL(network)):
-        elbo = TraceSIS_ELBO(2, ULA(0.1), baseline=baseline)
-        model = lambda x: program.model(x.squeeze(-1))  # noqa: E731
-        guide = lambda x: program.guide(x.squeeze(-1))  # noqa: E731
-        pyro.set_rng_seed(0)
-        result.append(elbo.loss_and_grads(model, guide, data(3).unsqueeze(-1)))
-    assert result[0] == pytest.approx(result[1])
-    assert network.weight.grad.abs().sum() > 0
-
-
 def wide(is_model):
     with pyro.plate("data", 2):
         total = 0.0
@@ -351,41 +314,6 @@ def test_elements_that_share_a_weight_have_too_many_values_together_and_are_draw
     q = torch.arange(1.0, 7.0) / 21
     losses = torch.tensor([elbo.loss(model, guide, few) for _ in range(100)])
     assert_mean(losses, 15 * (q * (6 * q).log()).sum())
-
-
-@pytest.mark.parametrize(
-    "cls", [TraceSIS_ELBO, pytest.param(TraceAIS_ELBO, marks=pytest.mark.slow)]
-)
-def test_minibatches_that_share_other_sites_are_run_as_by_a_new_loss(cls):
-    """What lies in one weight where a plate is whole is outside the weights on a minibatch."""
-
-    def model(*sizes):
-        with (plates := nested(*sizes))[0]:
-            h = pyro.sample("h", dist.Normal(0.0, 1.0))
-            with plates[1]:
-                c = pyro.sample("c", dist.Bernoulli(logits=h))
-                z = pyro.sample("z", dist.Normal(c, 1.0))
-                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.5))
-
-    def guide(*sizes):
-        with (plates := nested(*sizes))[0]:
-            h = pyro.sample("h", dist.Normal(0.2, 0.8))
-            with plates[1]:
-                c = pyro.sample("c", dist.Bernoulli(logits=h))
-                pyro.sample("z", dist.Normal(0.3 * c, 0.8))
-
-    def nested(groups, members):
-        outer = pyro.plate("groups", 4, subsample_size=groups, dim=-2)
-        return outer, pyro.plate("members", 3, subsample_size=members, dim=-1)
-
-    def loss(elbo, *sizes):
-        elbo.loss(model, guide, *sizes)  # finds out what there is, with draws of its own
-        pyro.set_rng_seed(1)
-        return elbo.loss(model, guide, *sizes)
-
-    used = cls(2, vectorize_particles=True)  # refuses what would have to loop
-    for sizes in [(4, 3), (3, 1), (2, 2), (4, 3)]:
-        assert loss(used, *sizes) == loss(cls(2, vectorize_particles=True), *sizes)
 
 
 @pytest.mark.parametrize("loss", [TraceRaoBlackwell_ELBO, TraceSIS_ELBO])

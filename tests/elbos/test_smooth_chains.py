@@ -123,13 +123,6 @@ def test_gradient_is_that_of_the_bound(activation, chain):
     assert all(abs(z) < 4 or abs(mean) < 0.005 for z, mean in result.values()), result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradient_is_that_of_the_bound_everywhere(activation, chain):
-    test_gradient_is_that_of_the_bound(activation, chain)
-
-
 @pytest.mark.parametrize("chain", every(2, CHAINS))
 def test_without_smoothing_it_is_not(chain):
     """Which shows that the law above has the power to see it."""
@@ -300,26 +293,6 @@ def test_stiff_and_smooth_programs_are_not_warned_of(name, caplog):
 
     elbo = TraceAIS_ELBO(2, kernel=MALA(0.3)) if list(STIFF).index(name) % 2 else TraceSIS_ELBO(2)
     elbo.loss(model, guide, x)
-    assert not logged(caplog)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_rounding_of_a_gradient_of_zero_is_no_jump(dtype, caplog):
-    """The exact posterior has equal weights, and rounding does not get smaller by halving."""
-    torch.set_default_dtype(dtype)
-    x = torch.rand(50)
-
-    def model(x):
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(torch.zeros(len(x)), 1.0))
-            pyro.sample("x", dist.Normal(z, 0.7), obs=x)
-
-    def guide(x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("z", dist.Normal(x / 1.49, (0.49 / 1.49) ** 0.5))
-
-    for elbo in (TraceSIS_ELBO(2), TraceAIS_ELBO(2, MALA(0.05), coordinates="latent")):
-        elbo.loss(model, guide, x)
     assert not logged(caplog)
 
 

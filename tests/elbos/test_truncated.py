@@ -1,6 +1,5 @@
 """Laws of the free energy of truncated posteriors, on programs of every shape."""
 
-import copy
 import math
 
 import pyro
@@ -9,11 +8,10 @@ import pyro.optim
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO, config_enumerate
 
 from pyro_mcvae import (
     EvolutionaryUpdate,
-    InformedFlips,
     TraceIWAE_ELBO,
     TraceTruncated_ELBO,
     TruncatedPosterior,
@@ -329,86 +327,6 @@ def test_gradient_through_top_states_and_a_sampled_rest_is_unbiased(top):
     assert ((samples.mean(0) - exact_gradient).abs() <= 4.5 * error + 1e-9).all()
 
 
-def test_passes_through_the_model_are_counted():
-    calls = []
-
-    def counted():
-        calls.append(1)
-        vector()
-
-    for evolution, runs, states in (
-        (EvolutionaryUpdate(3, 2, 4, mutation=UniformFlips()), 1 + 4 + 1, 6 + 4 * 6 + 6),
-        (EvolutionaryUpdate(3, 2, 4, mutation=InformedFlips()), 1 + 8 + 1, 6 + 4 * (3 + 6) + 6),
-        # Few children: all that was looked at has a graph, and no further pass is needed.
-        (EvolutionaryUpdate(1, 3, 1, mutation=UniformFlips()), 1 + 1, 6 + 3),
-        (EvolutionaryUpdate(1, 3, 1, mutation=InformedFlips()), 1 + 2, 6 + 1 + 3),
-        (EvolutionaryUpdate(num_generations=0), 1, 6),
-    ):
-        guide = TruncatedPosterior(counted, 6, evolution=evolution)
-        elbo = TraceTruncated_ELBO()
-        for _ in range(4):  # in which the programs are analysed
-            elbo.loss_and_grads(counted, guide)
-        calls.clear()
-        elbo.loss_and_grads(counted, guide)
-        assert len(calls) == elbo.num_runs == runs
-        assert elbo.num_evaluations == states
-    gradients()
-
-
-def test_trains_under_svi_and_torch_optimizers():
-    guide = TruncatedPosterior(vector, 8)
-    svi = SVI(vector, guide, pyro.optim.Adam({"lr": 0.1}), loss=TraceTruncated_ELBO())
-    first = svi.evaluate_loss()
-    for _ in range(20):
-        svi.step(size=3)
-    assert svi.evaluate_loss() < first - 1
-    module = TraceTruncated_ELBO()(vector, guide)
-    parameters = [p for _, p in pyro.get_param_store().named_parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=0.1)
-    middle = module().item()
-    for _ in range(20):
-        optimizer.zero_grad()
-        module(torch.randperm(N)[:3]).backward()
-        optimizer.step()
-    assert module().item() < middle
-
-
-def test_training_resumes_bit_for_bit_from_a_checkpoint():
-    decoder = torch.nn.Linear(5, 4)
-
-    def model(index):
-        with pyro.plate("data", N, subsample=index):
-            z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
-            pyro.sample("x", dist.Normal(decoder(z), 0.5).to_event(1), obs=patterns()[index])
-
-    def make():
-        guide = TruncatedPosterior(model, 6)
-        optimizer = torch.optim.Adam(decoder.parameters(), lr=0.05)
-        return guide, TraceTruncated_ELBO()(model, guide), optimizer
-
-    def train(elbo, optimizer, count):
-        losses = []
-        for _ in range(count):
-            optimizer.zero_grad()
-            loss = elbo(torch.randperm(N)[:3])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    guide, elbo, optimizer = make()
-    train(elbo, optimizer, 5)
-    saved = [{k: v.clone() for k, v in m.state_dict().items()} for m in (guide, decoder)]
-    moments, random = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
-    wanted = train(elbo, optimizer, 5)
-    guide, elbo, optimizer = make()
-    guide.load_state_dict(saved[0])
-    decoder.load_state_dict(saved[1])
-    optimizer.load_state_dict(moments)
-    torch.set_rng_state(random)
-    assert train(elbo, optimizer, 5) == wanted
-
-
 def test_a_linear_decoder_is_binary_sparse_coding():
     """Its free energy and gradients in closed form: those of a Gaussian mixture with 2^H means."""
     weight, logit, scale = torch.randn(3, 4), torch.tensor(-1.0), 0.6
@@ -434,29 +352,6 @@ def test_a_linear_decoder_is_binary_sparse_coding():
     first = posterior.marginals()["z"]
     second = posterior.expectation(lambda v: v["z"].unsqueeze(-1) * v["z"].unsqueeze(-2))
     assert torch.allclose(result, (second.sum(0) @ weight - first.t() @ x) / scale**2)
-
-
-def test_globals_by_an_autoguide_and_minibatches():
-    def model():
-        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        with pyro.plate("data", N, subsample_size=3) as i:
-            z = pyro.sample("z", dist.Categorical(logits=param("logits", 3)))
-            pyro.sample("x", dist.Normal(weight[..., z], 0.5), obs=data()[i])
-
-    other = pyro.infer.autoguide.AutoNormal(poutine.block(model, hide=["z"]))
-    guide = TruncatedPosterior(model, 3, guide=other)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=TraceTruncated_ELBO())
-
-    def mean(count=10):
-        return sum(svi.evaluate_loss() for _ in range(count)) / count
-
-    svi.step()
-    first = mean()
-    with pyro.validation_enabled(False):
-        for _ in range(40):
-            svi.step()
-    assert mean() < first - 1
-    assert other.median()["weight"].abs().max() > 0.3
 
 
 def test_local_latents_of_the_guide_may_have_no_reparameterization():
@@ -514,18 +409,6 @@ def test_pyros_elbo_and_ours_agree_on_the_guide():
         assert math.isclose(-elbo.loss(vector, guide), free_energy, rel_tol=1e-9)
 
 
-def test_particles_of_other_objectives_share_the_guides_minibatch():
-    def model():
-        vector(size=2)
-
-    guide = TruncatedPosterior(model, 32)
-    guide.fit()
-    loss = TraceIWAE_ELBO(3).loss(model, guide)
-    full = TraceTruncated_ELBO().bounds(vector, TruncatedPosterior(vector, 32)).per_datum
-    pairs = [3 * (full[i] + full[j]) for i in range(N) for j in range(i)]
-    assert min(abs(loss + pair) for pair in pairs) < 1e-8
-
-
 def test_other_guides_are_refused():
     with pytest.raises(ValueError, match="TruncatedPosterior as its guide, got function"):
         TraceTruncated_ELBO().loss(vector, lambda: None)
@@ -535,43 +418,3 @@ def test_other_guides_are_refused():
 def test_numbers_must_be_positive_ints(name):
     with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got 0"):
         TraceTruncated_ELBO(**{name: 0})
-
-
-@pytest.mark.usefixtures("leading_dims_only")
-def test_models_that_mix_the_states_are_refused():
-    def model():
-        with pyro.plate("data", N):
-            z = pyro.sample("z", dist.Bernoulli(0.5))
-            pyro.sample("x", dist.Normal(z.mean(), 1.0), obs=data())
-
-    guide = TruncatedPosterior(model, 2)
-    at_once = TraceTruncated_ELBO(vectorize_particles=True)
-    with pytest.raises(RuntimeError, match=r"lost the dimension|another log density"):
-        at_once.loss(model, guide)
-
-    def indexed():
-        with pyro.plate("data", N):
-            z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(3)).to_event(1))
-            loc = torch.stack([z[i].sum() for i in range(N)])
-            pyro.sample("x", dist.Normal(loc, 1.0), obs=data())
-
-    with pytest.raises(RuntimeError, match="vectorize_particles=False"):
-        at_once.loss(indexed, TruncatedPosterior(indexed, 7))
-    looped = TraceTruncated_ELBO(vectorize_particles=False)
-    assert math.isfinite(looped.loss(indexed, TruncatedPosterior(indexed, 7)))
-
-
-def test_single_precision_stays_single():
-    with torch.no_grad():
-        torch.set_default_dtype(torch.float32)
-        weight = torch.ones(3, 2)
-
-    def model():
-        with pyro.plate("data", 4):
-            z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
-            pyro.sample("x", dist.Normal(z @ weight, 1.0).to_event(1), obs=torch.ones(4, 2))
-
-    guide = TruncatedPosterior(model, 4)
-    elbo = TraceTruncated_ELBO()
-    assert elbo.differentiable_loss(model, guide).dtype is torch.float32
-    assert elbo.bounds(model, guide).per_datum.dtype is torch.float32

@@ -110,21 +110,6 @@ def test_a_seed_has_the_number_of_the_declared_program(program, name):
     assert result[1] == pytest.approx(result[0], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        (program, name)
-        for i, program in enumerate(PROGRAMS)
-        for j, name in enumerate(["iwae", "sis", "ais", "rao-blackwell"])
-        if (i + j) % 2 == 0
-    ],
-)
-def test_bounds_have_an_entry_for_each_element_of_the_plates(program, name):
-    per_datum = MAKES[name]().bounds(*pair(program, False, exact=False)).per_datum
-    shape = {right_of_a_plate: (2,), left_of_a_plate: (3,)}.get(program, ())
-    assert per_datum.shape == shape
-
-
 @pytest.mark.parametrize("options", [{}, {"schedule": 2, "kernel": MALA(0.1)}])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_evidence_of_the_exact_posterior(program, options):
