@@ -14,20 +14,11 @@ from pyro_mcvae import (
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
-    TraceSGVB_ELBO,
     TraceSIS_ELBO,
 )
-from tests.cases import every
 
 X = torch.tensor([[0.3, -1.0, 2.0], [0.5, -0.2, 1.1]])
 LOCS = torch.tensor([-1.0, 0.0, 2.0])
-OBJECTIVES = {
-    "sgvb": TraceSGVB_ELBO,
-    "iwae": lambda: TraceIWAE_ELBO(3),
-    "sis": lambda: TraceSIS_ELBO(2, ULA(0.1)),
-    "ais": lambda: TraceAIS_ELBO(2, MALA(0.1)),
-    "rao-blackwell": lambda: TraceRaoBlackwell_ELBO(1),
-}
 
 
 def axes(batch):
@@ -57,22 +48,6 @@ def draw(i, j):
     pyro.sample(f"z_{i}_{j}", dist.Normal(X[i, j] / 2, 1.6 * math.sqrt(0.5)))
 
 
-def in_order(batch):
-    rows, columns = axes(batch)
-    for i in rows:
-        for j in columns:
-            draw(i, j)
-
-
-def later(batch):
-    rows, columns = axes(batch)
-    for _ in columns:
-        pass
-    for i in rows:
-        for j in columns:
-            draw(i, j)
-
-
 def swapped(batch):
     rows, columns = axes(batch)
     for j in columns:
@@ -83,18 +58,6 @@ def swapped(batch):
 def losses(elbo, model, guide, count=1):
     pyro.set_rng_seed(0)
     return torch.tensor([elbo.loss(model, guide, 2) for _ in range(count)], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("objective", "model", "guide"),
-    every(
-        2, [(o, *[(once, later), (twice, in_order)][i // 2 % 2]) for i, o in enumerate(OBJECTIVES)]
-    ),
-)
-def test_a_plate_that_is_entered_again_has_the_elements_of_before(objective, model, guide):
-    expected = losses(OBJECTIVES[objective](), once, in_order, 3)
-    result = losses(OBJECTIVES[objective](), model, guide, 3)
-    assert torch.allclose(result, expected, atol=1e-4)
 
 
 def test_elements_of_swapped_loops_have_weights_of_their_own():

@@ -182,33 +182,3 @@ def test_a_messenger_guide_counts_global_sites_of_the_model_once(objective):
         pyro.set_rng_seed(0)
         losses.append(elbo.loss(model, guide, factor))
     assert math.isclose(losses[0] - losses[1], 1.0, rel_tol=1e-6)
-
-
-@pytest.mark.parametrize("objective", FAMILIES)
-def test_programs_may_differentiate(objective):
-    """A guide that takes a Newton step is the one that knows where the step leads."""
-    x = torch.tensor([0.0, 1.0, 3.0])
-
-    def model(by_autograd):
-        loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
-        with pyro.plate("data", 3):
-            pyro.sample("x", dist.Normal(loc, pyro.param("scale", torch.tensor(1.5))), obs=x)
-
-    def guide(by_autograd):
-        scale = pyro.param("scale", torch.tensor(1.5))
-        mode = x.sum() / scale**2 / (0.01 + 3 / scale**2)
-        if by_autograd:
-            z = torch.zeros((), requires_grad=True)
-            log_p = dist.Normal(0.0, 10.0).log_prob(z) + dist.Normal(z, scale).log_prob(x).sum()
-            (slope,) = torch.autograd.grad(log_p, z, create_graph=True)
-            (curvature,) = torch.autograd.grad(slope, z, create_graph=True)
-            mode = z.detach() - slope / curvature
-        pyro.sample("loc", dist.Normal(mode, pyro.param("width", torch.tensor(0.8))))
-
-    result = []
-    for by_autograd in (False, True):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        loss = OBJECTIVES[objective]().loss_and_grads(model, guide, by_autograd)
-        result.append([loss, *(pyro.param(n).grad.item() for n in ("scale", "width"))])
-    assert result[0] == pytest.approx(result[1], rel=1e-6)
