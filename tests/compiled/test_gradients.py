@@ -1,7 +1,6 @@
 """What decides which gradients a step has, and where they go, is noticed; hooks are called once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -166,28 +165,6 @@ def test_steps_are_the_plain_ones_whatever_changes(change: Any, how: Any) -> Non
     assert may_not or uses(loss) > 8
 
 
-@dataclass
-class Model:
-    width: float = 1.0
-
-    def __call__(self, x: Tensor, target: Tensor) -> None:
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(0.0, self.width))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=target)
-
-
-def test_a_model_without_a_hash() -> None:
-    model, plain = Model(), TraceSGVB_ELBO()
-    loss, result = CompiledELBO(plain, "eager"), []
-    for elbo in (loss, plain):
-        model.width = 1.0
-        for step in range(12):
-            model.width = 1.0 if step < 7 else 2.0
-            torch.manual_seed(step)
-            result.append(elbo.loss(model, Programs().guide, x, x))
-    assert result[:12] == result[12:]
-
-
 def test_a_penalty_that_a_program_leaves_behind_keeps_its_gradient() -> None:
     plain, _ = train(False, penalized, lambda programs, step: None)
     result, loss = train(True, penalized, lambda programs, step: None)
@@ -202,32 +179,3 @@ def test_second_derivatives_are_refused() -> None:
     result = [elbo(x, x) for _ in range(3)][-1]  # the third is recorded
     with pytest.raises(RuntimeError, match=r"first derivatives only.*\.plain"):
         torch.autograd.grad(result, parameters, create_graph=True)
-
-
-def test_a_parameter_that_grows() -> None:
-    result = []
-    for compiled in (False, True):
-        pyro.clear_param_store()
-        table = nn.Embedding.from_pretrained(torch.ones(3, 1), freeze=False)
-
-        def model(x: Tensor, table: nn.Embedding = table) -> None:
-            pyro.module("table", table)
-            with pyro.plate("data", len(x)):
-                z = pyro.sample("z", dist.Normal(0.0, 1.0))
-                loc = z + table(torch.arange(3)).squeeze(-1) + table.weight.mean()
-                pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
-
-        plain = TraceSGVB_ELBO()
-        loss = CompiledELBO(plain, "eager") if compiled else plain
-        svi = pyro.infer.SVI(model, by_slope, pyro.optim.SGD({"lr": 0.01}), loss)
-        for step in range(12):
-            if step == 8:  # before the sixth use, which nothing compares
-                table.weight.data, table.weight.grad = torch.zeros(5, 1), None
-            torch.manual_seed(step)
-            result.append(svi.step(x))
-    assert result[:12] == result[12:]
-
-
-def by_slope(x: Tensor) -> None:
-    with pyro.plate("data", len(x)):
-        pyro.sample("z", dist.Normal(pyro.param("slope", torch.tensor(0.1)) * x, 0.7))

@@ -53,17 +53,8 @@ BOUNDED = {
         lambda c, s: dist.Gamma(learned("c", c), learned("r", 1 / s)),
         lambda s: dist.Gamma(1.0, 1 / s),
     ),
-    "Chi2": (lambda c, s: dist.Chi2(learned("c", c)), lambda s: dist.Gamma(1.0, 1.0)),
     "Beta": (
         lambda c, s: dist.Beta(learned("c", c), learned("d", c)),
-        lambda s: dist.Beta(1.0, 2.0),
-    ),
-    "Kumaraswamy": (
-        lambda c, s: dist.Kumaraswamy(learned("c", c), learned("d", c)),
-        lambda s: dist.Beta(1.0, 2.0),
-    ),
-    "ContinuousBernoulli": (
-        lambda c, s: dist.ContinuousBernoulli(logits=learned("l", min(50.0, 1 / c))),
         lambda s: dist.Beta(1.0, 2.0),
     ),
     "RelaxedBernoulli": (
@@ -72,10 +63,6 @@ BOUNDED = {
     ),
     "Dirichlet": (
         lambda c, s: dist.Dirichlet(learned("c", c, (3,))),
-        lambda s: dist.Dirichlet(torch.ones(3)),
-    ),
-    "LogisticNormal": (
-        lambda c, s: dist.LogisticNormal(0 * learned("l", 1.0, (2,)), learned("d", 1 / c, (2,))),
         lambda s: dist.Dirichlet(torch.ones(3)),
     ),
     "RelaxedOneHotCategorical": (
@@ -92,16 +79,7 @@ BOUNDED = {
         lambda c, s: dist.LogNormal(learned("l", math.log(s), positive=False), learned("d", 1 / c)),
         lambda s: dist.LogNormal(math.log(s), 1.0),
     ),
-    "HalfNormal": (lambda c, s: dist.HalfNormal(learned("r", s)), dist.HalfNormal),
     "HalfCauchy": (lambda c, s: dist.HalfCauchy(learned("r", s)), dist.HalfCauchy),
-    "Exponential": (
-        lambda c, s: dist.Exponential(learned("r", 1 / s)),
-        lambda s: dist.Exponential(1 / s),
-    ),
-    "Weibull": (
-        lambda c, s: dist.Weibull(learned("r", s), learned("c", min(c, 10.0))),
-        lambda s: dist.Weibull(torch.tensor(s), torch.tensor(1.0)),
-    ),
     "StudentT": (
         lambda c, s: dist.StudentT(3.0, 0.0, learned("r", s)),
         lambda s: dist.StudentT(3.0, 0.0, s),
@@ -176,7 +154,7 @@ def in_turn(rows, columns, shift):
         (name, objective, extreme)
         for i, extreme in enumerate(EXTREMES)
         # A part of the distributions at one extreme here, and all at all of them below.
-        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i::9]
+        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i::6]
     ],
 )
 def test_distributions_with_a_boundary(name, objective, extreme, dtype):

@@ -4,7 +4,6 @@ Costs of a step, noise that must not leak, degenerate probabilities, learned par
 That values and gradients are those of the sum over all values is in test_discrete_sums.py.
 """
 
-import logging
 import math
 
 import pyro
@@ -116,23 +115,6 @@ def test_costs_that_do_not_depend_on_a_site_add_no_noise():
             result.append(pyro.param("q").grad.clone())
             pyro.param("q").grad = None
         torch.testing.assert_close(*result)
-
-
-def test_sites_by_themselves_and_enumerated_ones():
-    shapes = []
-
-    def slots_of(model, guide):
-        elbo = TraceRaoBlackwell_ELBO(0)
-        for _ in range(3):  # the first two also analyse the programs
-            elbo.loss_and_grads(model, guide)
-        return shapes[-1]
-
-    model, guide = one_site(torch.zeros(5, 10), shapes, {"mcvae": {"num_categories": 3}})
-    assert slots_of(model, guide) == (4, 5)
-    model, guide = one_site(torch.zeros(5, 10), shapes, {"mcvae": {"budget": 7}})
-    assert slots_of(model, guide) == (7, 5)
-    model, guide = one_site(torch.zeros(5, 10), shapes)
-    assert slots_of(model, config_enumerate(guide)) == (10, 1)
 
 
 def continuous(infer):
@@ -389,16 +371,6 @@ def test_gumbel_softmax_trains(hard):
             svi.step()
     assert (pyro.param("q").argmax(-1) == torch.tensor([0, 1])).all()
     assert (pyro.param("beta").abs() < 1.0).all()
-
-
-def test_a_loop_is_told_once(caplog):
-    program = PROGRAMS["gru"]
-    elbo = TraceRaoBlackwell_ELBO(1)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            elbo.loss(program.model, program.guide)
-    logged = [r.getMessage() for r in caplog.records if "summed jointly" in r.getMessage()]
-    assert len(logged) == 1, logged
 
 
 @pytest.mark.parametrize(("name", "count"), [("gru", 1), ("gru", ALL), ("softmax", 1)])
