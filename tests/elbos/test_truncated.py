@@ -17,6 +17,7 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
+from tests.elbos import discrete_programs
 
 N = 6
 X = torch.tensor([1.9, 0.3, -1.1, 2.5, -0.4, 1.4])
@@ -132,19 +133,28 @@ def local_guide():
 
 # Model, guide of the other latents, number of states, how many batch dims belong to plates.
 PROGRAMS = {
-    "several": (several, None, 18, 1),
+    **{
+        n: (discrete_programs.PROGRAMS[n].model, None, k, discrete_programs.PROGRAMS[n].nesting)
+        for n, k in {
+            "one-hot": 3,
+            "dependent": 6,
+            "nested": 81,
+            "markov": 81,
+            "binomial": 4,
+            "semi-supervised": 3,
+            "model-states": 6,
+            "factors": 2,
+        }.items()
+    },
     "subsampled": (lambda: several(torch.tensor([4, 1])), None, 18, 1),
-    "chain": (chain, None, 27, 1),
     "ragged": (ragged, None, 8, 1),
-    "semi-supervised": (semi_supervised, None, 6, 1),
-    "nested": (nested, None, 8, 2),
+    "semi-supervised by a factor": (semi_supervised, None, 6, 1),
     "inner-only": (inner_only, None, 2, 2),
-    "counts": (counts, None, 4, 1),
     "masked-data": (masked_data, None, 3, 1),
     "globals": (with_globals, global_guide, 3, 1),
     "locals": (with_locals, local_guide, 3, 1),
 }
-QUICK = "several", "chain", "semi-supervised", "nested", "counts", "globals"
+QUICK = "dependent", "markov", "semi-supervised by a factor", "nested", "subsampled", "globals"
 LOOPED = "nested", "globals"  # the others one by one in the long runs
 
 
