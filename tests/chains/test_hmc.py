@@ -87,10 +87,3 @@ def test_jitter_breaks_orbits_that_close():
         else:
             assert abs(state.position.mean()) < 4 / math.sqrt(1000)
             assert abs(state.position.var() - 1) < 4 * math.sqrt(2 / 1000)
-
-
-@pytest.mark.parametrize("name", ["jitter", "laziness"])
-@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
-def test_bad_shares(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be at least 0 and less than 1, got"):
-        HMC(0.1, num_leapfrog=3, **{name: value})

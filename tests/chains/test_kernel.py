@@ -222,15 +222,6 @@ def test_the_default_step_size_starts_small_and_adapts(cls):
     assert list(cls(0.3).state_dict()) == ["step_size.value"]
 
 
-@pytest.mark.parametrize(
-    ("cls", "step_size"),
-    [*zip(DEFAULTS, [0, -0.1, math.nan, math.inf, torch.tensor([1.0, 0.0])], strict=True)],
-)
-def test_step_sizes_that_are_not_positive_are_refused(cls, step_size):
-    with pytest.raises(ValueError, match="step_size must be positive and finite"):
-        cls(step_size)
-
-
 def test_a_kernel_of_ones_own():
     class CrankNicolson(Kernel):
         """Leaves the base invariant by itself, so that only log w decides."""

@@ -151,27 +151,3 @@ def test_a_trained_objective_is_saved_and_copied():
         value = loss.loss(model, guide)
         pyro.set_rng_seed(1)
         assert restored.loss(model, guide) == value
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: UnderdampedLangevin(0.1, reverse=64), "reverse must be a module .* got 64"),
-        (lambda: UnderdampedLangevin(0.1, full_mass=1), "full_mass must be True or False, got 1"),
-        (lambda: ScoreNetwork(3, width=0), "width must be an int of at least 1"),
-        (lambda: ScoreNetwork(0), "num_transitions must be an int of at least 1"),
-        (
-            lambda: TraceSIS_ELBO(
-                3, UnderdampedLangevin(0.1, full_mass=True), gradient_estimator="reweighted"
-            ),
-            "the MassMatrix would get no gradient",
-        ),
-        (
-            lambda: TraceSIS_ELBO(4, UnderdampedLangevin(0.1, reverse=ScoreNetwork(3))),
-            "the reverse has num_transitions=3 values",
-        ),
-    ],
-)
-def test_bad_arguments(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()

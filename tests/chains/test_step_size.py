@@ -13,7 +13,6 @@ from pyro_mcvae import HMC, MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, Underdamped
 from pyro_mcvae.chains.kernels import of_moving
 from pyro_mcvae.chains.parameters import (
     AdaptiveStepSize,
-    FixedStepSize,
     LearnedStepSize,
 )
 
@@ -147,37 +146,6 @@ def test_state_dict_round_trip(per_coordinate):
     # A state of one value replaces one per coordinate.
     saved.load_state_dict(make().state_dict())
     assert torch.equal(saved(), number(0.5))
-
-
-BAD = [0, 0.0, -0.1, NAN, INF, torch.tensor([0.1, 0.0]), torch.tensor(-1.0)]
-
-
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(FixedStepSize, "step_size"), (LearnedStepSize, "initial"), (AdaptiveStepSize, "initial")],
-)
-def test_values_that_are_not_positive(make, name, value):
-    with pytest.raises(ValueError, match=f"{name} must be positive and finite.*, got"):
-        make(value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target_acceptance": 0.0}, "target_acceptance must be between 0 and 1, got 0.0"),
-        ({"target_acceptance": 1.0}, "target_acceptance must be between 0 and 1, got 1.0"),
-        ({"target_acceptance": NAN}, "target_acceptance must be between 0 and 1, got nan"),
-        ({"rate": 0.0}, "rate must be between 0 and 1, got 0.0"),
-        ({"rate": 1.5}, "rate must be between 0 and 1, got 1.5"),
-        ({"bounds": (0.0, 1.0)}, "bounds must be two increasing positive numbers"),
-        ({"bounds": (2.0, 1.0)}, "bounds must be two increasing positive numbers"),
-        ({"bounds": (1.0, INF)}, "bounds must be two increasing positive numbers"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdaptiveStepSize(0.1, **options)
 
 
 SEQUENCES = {

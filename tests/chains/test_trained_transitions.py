@@ -15,8 +15,6 @@ from pyro_mcvae import (
     LearnedStepSize,
     LinearSchedule,
     RandomWalk,
-    TraceAIS_ELBO,
-    TraceSIS_ELBO,
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.annealing import anneal, evaluator
@@ -165,37 +163,6 @@ def test_a_restored_one_goes_on_where_it_was():
     assert torch.equal(loaded.values(), saved.values())
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: LearnedStepSize(torch.ones(2, 2)), "one number or one per coordinate"),
-        (lambda: LearnedStepSize(0.1, 0), "num_transitions must be an int of at least 1"),
-        (
-            lambda: LearnedStepSize(AdaptiveStepSize(), 2, warmup=0),
-            "warmup must be an int of at least 1",
-        ),
-        (lambda: LearnedMomentum(MOMENTA), "initial must be more than 0 and less than 0.999"),
-        (lambda: LearnedMomentum(1.0), "initial must be more than 0 and less than 0.999, got 1.0"),
-        (lambda: LearnedMomentum(0.0), "initial must be more than 0"),
-        (lambda: LearnedMomentum("0.9"), "initial must be a number or a tensor, got '0.9'"),
-        (
-            lambda: UnderdampedLangevin(0.1, momentum=True),
-            "must be at least 0 and less than 1, .*got True",
-        ),
-    ],
-)
-def test_bad_values(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()
-
-
 def test_as_many_values_as_transitions():
-    for make in (
-        lambda: TraceSIS_ELBO(K + 1, underdamped()),
-        lambda: TraceSIS_ELBO(K - 1, UnderdampedLangevin(momentum=LearnedMomentum(0.9, K))),
-        lambda: TraceAIS_ELBO(K + 1, KERNELS["HMC"]()),
-    ):
-        with pytest.raises(ValueError, match=r"(step_size|momentum) has num_transitions=4 values"):
-            make()
     with pytest.raises(ValueError, match="but the chain makes transition 5"):
         chain(underdamped(), 3, LinearSchedule(K + 1)())

@@ -78,22 +78,6 @@ def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(lo
     assert result[0] == result[1]
 
 
-FLAGS = {
-    "joint": TraceIWAE_ELBO,
-    "analytic_kl": TraceSGVB_ELBO,
-    "multi_sample": TraceSIS_ELBO,
-    "vectorize_particles": TraceIWAE_ELBO,
-    "strict_enumeration_warning": TraceIWAE_ELBO,
-    "retain_graph": TraceIWAE_ELBO,
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_flags_are_true_or_false(name):
-    with pytest.raises(ValueError, match=f"{name} must be True.* got 'no'"):
-        FLAGS[name](**{name: "no"})
-
-
 def test_a_budget_stands_alone_at_a_site():
     def bit():
         with pyro.plate("data", 4):

@@ -14,7 +14,6 @@ from pyro_mcvae import (
     LearnedSchedule,
     MonteCarloEM,
     RandomWalk,
-    SigmoidSchedule,
     TraceAIS_ELBO,
     TraceSIS_ELBO,
     UnderdampedLangevin,
@@ -84,25 +83,6 @@ def test_a_model_that_is_differentiable_once_is_refused_with_the_remedy():
 def discrete(x):
     with pyro.plate("data", 3):
         pyro.sample("z", dist.Bernoulli(pyro.param("p", torch.tensor(0.3))))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TraceSIS_ELBO(0), "num_steps must be an int of at least 1, got 0"),
-        (lambda: TraceSIS_ELBO(5, ULA(-0.1)), "positive and finite.*-0.1"),
-        (lambda: TraceSIS_ELBO(4, schedule=SigmoidSchedule(3)), "num_steps=4, but.* 3 steps"),
-        (lambda: TraceSIS_ELBO(coordinates="value"), "noise, latent, got 'value'"),
-        (lambda: TraceSIS_ELBO(kernel="ula"), "must be a Kernel.*'ula'"),
-        (
-            lambda: TraceSIS_ELBO(schedule=LearnedSchedule(3), gradient_estimator="reweighted"),
-            "schedule.logits would get no gradient",
-        ),
-    ],
-)
-def test_bad_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_discrete_sites_are_named_with_the_remedy():

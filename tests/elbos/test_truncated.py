@@ -422,9 +422,3 @@ def test_pyros_elbo_and_ours_agree_on_the_guide():
 def test_other_guides_are_refused():
     with pytest.raises(ValueError, match="TruncatedPosterior as its guide, got function"):
         TraceTruncated_ELBO().loss(vector, lambda: None)
-
-
-@pytest.mark.parametrize("name", ["num_gradient_states", "num_sampled_states"])
-def test_numbers_must_be_positive_ints(name):
-    with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got 0"):
-        TraceTruncated_ELBO(**{name: 0})
