@@ -1,4 +1,4 @@
-"""Hamiltonian Monte Carlo; that it leaves its target invariant is in test_base.py."""
+"""Hamiltonian Monte Carlo; that it leaves its target invariant is in test_kernel.py."""
 
 import math
 

@@ -172,6 +172,20 @@ def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
         assert g is None or torch.allclose(g, h, rtol=1e-7, atol=1e-9)
 
 
+@alternating(shift=1)
+def test_any_leading_shape_is_the_flat_one(name, vectorize):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(6, vectorize)
+    at, inner = moved(example, log_weight, 6), log_weight.coordinates.shape[1:]
+    flat, shaped = log_weight(at), log_weight(at.reshape(2, 3, *inner))
+    single = log_weight(at[4])
+    for field in ("log_weight", "log_base"):
+        expected = getattr(flat, field)
+        result = getattr(shaped, field)
+        torch.testing.assert_close(result, expected.reshape(2, 3, *inner[:-1]))
+        torch.testing.assert_close(getattr(single, field), expected[4])
+
+
 GAUSSIAN = [n for n in NAMES if n not in ("two-independent", "implicit", "mixture")]
 
 

@@ -326,13 +326,13 @@ def test_gradient_through_top_states_and_a_sampled_rest_is_unbiased(top):
     exact_gradient = gradients()["decoder"]
     elbo = TraceTruncated_ELBO(num_gradient_states=top, num_sampled_states=2)
     drawn = []
-    for i in range(64):
+    for i in range(36):
         with pyro.validation_enabled(i == 0):
             elbo.loss_and_grads(vector, guide)
         drawn.append(gradients()["decoder"])
     assert elbo.num_evaluations == 12 + top + 2
     samples = torch.stack(drawn)
-    error = samples.std(0) / 8
+    error = samples.std(0) / 6
     assert error.max() > 0
     assert ((samples.mean(0) - exact_gradient).abs() <= 4.5 * error + 1e-9).all()
 
