@@ -8,6 +8,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,10 +33,15 @@ _STATISTICS = {
 
 def _is_functional(node: Node) -> bool:
     """Return whether a node has no side effects; it may draw random numbers."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return node.op == "call_function"
-    schema = getattr(node.target, "_schema", None)
-    return not (schema is None or schema.is_mutable or node.target in _STATISTICS)
+    return node.op == "call_function" and _has_no_side_effects(node.target)
+
+
+@cache
+def _has_no_side_effects(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)
+    if schema is None:
+        return operation is operator.getitem
+    return not (schema.is_mutable or operation in _STATISTICS)
 
 
 def _is_pure(node: Node) -> bool:
@@ -48,7 +54,12 @@ def _is_pure(node: Node) -> bool:
 
 def is_draw(node: Node) -> bool:
     """Return whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return _draws(node.target)
+
+
+@cache
+def _draws(operation: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 
 
 def _written(node: Node) -> Iterator[Node]:
@@ -65,10 +76,15 @@ def viewed_by(node: Node) -> Node | None:
     """Return the node whose memory this node's result may share."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+    if not _returns_views(node.target):
         return None
     return next((value for _, value in aliased_arguments(node) if isinstance(value, Node)), None)
+
+
+@cache
+def _returns_views(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _memory_owners(nodes: Iterable[Node]) -> dict[Node, Node]:

@@ -56,7 +56,7 @@ def outline(graph: GraphModule, example: list[Tensor]) -> Outline | None:
     copy.output(copy.graph_copy(graph.graph, {}))
     join_parts(copy, _COPIES)
     generators = Generators()
-    _Layouts(GraphModule(torch.nn.Module(), copy)).run(*example)
+    _Layouts(torch.nn.Module(), graph=copy).run(*example)
     generators.put_back()
     _free_draws(copy)
     items = _Items(copy)
