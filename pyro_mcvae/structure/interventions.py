@@ -22,7 +22,6 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.contract import nesting_of
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading
 from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probe_model, probing
@@ -30,7 +29,6 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
-from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.provenance import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
@@ -344,17 +342,6 @@ def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read
     return links
 
 
-# Above this number of subsets, and up to this total size, runs with one row for each subset are
-# faster.
-_FEW, _MAX_SIZE = 5, 2**16
-_NOTHING = torch.zeros((), dtype=torch.bool)
-
-
-def _at_depth(mask: Tensor, depth: int) -> Tensor:
-    """Add dims on the left of a mask: ``[*plates]``."""
-    return mask.reshape((1,) * (depth - mask.dim()) + mask.shape)
-
-
 class _Experiment:
     """
     Runs of a model and guide at changed latents, compared with a run at the original ones.
@@ -406,72 +393,21 @@ class _Experiment:
 
     def _add(self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
         with perturbed(self._programs) if generic else nullcontext():
-            self._add_links(links, subsets, undefined, generic)
+            for subset in subsets:
+                self._add_subset(links, subset, undefined, generic)
 
-    def _add_links(
-        self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool
-    ) -> None:
-        if self._all_separate(subsets, undefined):
-            return
-        before = self._baseline(generic)
-        for subset in subsets:
-            where = subset.where(self._latents, self._values)
-            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
-            after = self._terms(moved)
-            for key, term in before.items():
-                old = term.log_prob.detach()
-                new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
-                hit = subset.outside(term, differing(old, new, undefined))
-                if hit and self._is_unstable(key, generic):
-                    hit = old.shape == new.shape and subset.outside(term, old.isnan() ^ new.isnan())
-                if hit:
-                    links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
-
-    def _all_separate(self, subsets: list[_Subset], undefined: bool) -> bool:
-        """
-        Return whether no subset affects elements outside it, from two runs for all subsets.
-
-        The changes of each subset are in one row of a leading dim, and those of its complement in
-        a second run. Each entry is changed in one of these runs, and a value that is read from
-        another row has the changes of that row. So if each row changes in its own subset only, no
-        element affects another one. Otherwise these runs are inconclusive.
-        """
-        first, rows = self._first, len(subsets)
-        nesting = nesting_of(first.guide_trace, first.model_trace)
-        size = sum(t.site["value"].numel() for t in first.terms.values())
-        # Slots have a separate leading dim.
-        dims = [v.dim() - self._latents[name]["fn"].event_dim for name, v in self._values.items()]
-        has_slots = max(dims) > nesting or self._leading() != ALONE
-        if has_slots or rows < _FEW or rows * size > _MAX_SIZE:
-            return False
-        leading = particle_plates(Mode.BATCHED, rows, -nesting - 1, (frozenset(), frozenset()))
-
-        def densities(chosen: list[_Subset]) -> dict[FactorKey, Tensor]:
-            masks = [subset.where(self._latents, self._values) for subset in chosen]
-            where = {
-                name: torch.stack([_at_depth(mask.get(name, _NOTHING), nesting) for mask in masks])
-                for name in self._latents
-            }
-            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
-            terms = self._terms(moved, leading)
-            return {key: t.log_prob.detach() for key, t in terms.items()}
-
-        try:
-            before = densities([s._replace(chosen=s.chosen & False) for s in subsets])
-            for chosen in subsets, [s._replace(chosen=~s.chosen) for s in subsets]:
-                after = densities(chosen)
-                for key, old in before.items():
-                    new, term = after.get(key), first.terms.get(key)
-                    if new is None or term is None or new.shape != old.shape:
-                        return False
-                    changed = differing(old, new, undefined)
-                    if old.dim() <= nesting or any(
-                        s.outside(term, row) for s, row in zip(chosen, changed, strict=True)
-                    ):
-                        return False
-        except (ProgramError, RuntimeError):
-            return False  # programs or shapes that need single runs
-        return True
+    def _add_subset(self, links: Links, subset: _Subset, undefined: bool, generic: bool) -> None:
+        where = subset.where(self._latents, self._values)
+        moved = intervene(self._latents, self._values, self._other_values, where, undefined)
+        before, after = self._baseline(generic), self._terms(moved)
+        for key, term in before.items():
+            old = term.log_prob.detach()
+            new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
+            hit = subset.outside(term, differing(old, new, undefined))
+            if hit and self._is_unstable(key, generic):
+                hit = old.shape == new.shape and subset.outside(term, old.isnan() ^ new.isnan())
+            if hit:
+                links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
 
     def _tested(self, terms: Mapping[FactorKey, Term]) -> dict[FactorKey, Term]:
         """Return the tested factors: with a single latent, only the model's."""
@@ -493,10 +429,10 @@ class _Experiment:
             )
         return key in self._unstable[generic]
 
-    def _terms(self, values: Values, leading: Leading | None = None) -> dict[FactorKey, Term]:
+    def _terms(self, values: Values) -> dict[FactorKey, Term]:
         """Return the tested factors at some latents."""
         with probing(self._programs):
-            leading = leading or self._leading()
+            leading = self._leading()
             if self._guide is None:
                 terms = probe(self._programs, self._subsamples, values, leading=leading).terms
             else:
