@@ -601,7 +601,7 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
     """
     run = leading.run
     # The key is without the number of particles, because the comparison uses another number.
-    key = "compared", run.signature, run.sizes, leading.shared, leading.mode
+    key = "compared", run.signature, leading.shared, leading.mode
 
     def compare() -> None:
         try:
@@ -616,7 +616,7 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
 
 def compare_states(analysis: Analysis, programs: Programs, run: Run) -> None:
     """Check that a run whose states are summed has the densities of single states."""
-    key = "compared", "states", run.signature, run.sizes
+    key = "compared", "states", run.signature
     _once_of_many(analysis, key, lambda: check_states(programs, run), "states")
 
 

@@ -521,7 +521,7 @@ def _run_key(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
 
 def _ran_key(run: Run, count: int | None) -> tuple[Hashable, ...]:
     """Return the key under which runs of several particles are known to work."""
-    return "run", run.signature, run.sizes, count
+    return "run", run.signature, count
 
 
 def _log_choice(

@@ -165,7 +165,7 @@ class StructureFinder:
     def of(self, programs: Programs, run: Run) -> Structure:
         """Return the blocks of the programs that made this run."""
         scored = tuple([isinstance(t.score, Tensor) for t in run.terms])
-        key = "structure", self.joint, self.find_roots, scored, run.signature, run.sizes
+        key = "structure", self.joint, self.find_roots, scored, run.signature
         analysis = self.analyses.of(programs)
         return analysis.compared(key, lambda: self._derive(programs, run))
 
@@ -223,7 +223,7 @@ class StructureFinder:
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
         """Find, for each factor, the plates in which it depends on latents of other elements."""
-        analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
+        analysis, key = self.analyses.of(programs), ("plates", run.signature)
         links = analysis.cached(key, lambda: self._dependent_plates(programs, run, analysis, key))
         sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
         return links | {key: _NONE.union(*parts) for key, parts in sums.items() if any(parts)}
