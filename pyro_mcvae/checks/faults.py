@@ -25,6 +25,7 @@ from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     bare,
+    elementwise,
     inner_scale,
     is_delta,
     is_latent,
@@ -92,9 +93,7 @@ def _is_on_line(site: Site, drawn: bool) -> bool:
         return drawn
     if bool((site["value"].abs() > math.pi + 1e-6).any()):
         return True
-    support = known_support(fn)
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = elementwise(known_support(fn))
     # PyTorch reports the real line for a scaled Beta, too.
     return support is constraints.real and not isinstance(bare(fn), TransformedDistribution)
 

@@ -26,7 +26,14 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading
 from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probe_model, probing
 from pyro_mcvae.programs.run import Programs, Run, is_messenger
-from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
+from pyro_mcvae.programs.sites import (
+    changed_draw,
+    elementwise,
+    is_delta,
+    is_random,
+    is_record,
+    known_support,
+)
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
 from pyro_mcvae.structure.provenance import Read, ReadRecorder, reads_of_latents
@@ -48,13 +55,6 @@ def separating_subsets(size: int) -> Iterator[Tensor]:
     for element, code in enumerate(codes):
         member[list(code), element] = True
     yield from member
-
-
-def random_halves(size: int) -> Iterator[Tensor]:
-    """Yield a random half of ``range(size)`` and the other half, of at least one element each."""
-    half = random_half((size,))
-    yield half
-    yield ~half
 
 
 def random_half(shape: tuple[int, ...]) -> Tensor:
@@ -85,9 +85,7 @@ def reseeded() -> Iterator[None]:
 
 def other_value(site: Site) -> Tensor:
     """Return another value for each element: a second draw, or the next discrete value."""
-    value, support = site["value"], known_support(site["fn"])
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
+    value, support = site["value"], elementwise(known_support(site["fn"]))
     if support is constraints.boolean:
         return value.logical_not().to(value.dtype)
     if support is constraints.one_hot:
@@ -253,7 +251,7 @@ def find_dependent_plates(
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
     with reseeded():
         other_values = {n: other_value(s) for n, s in latents.items()}
-        halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
+        halves = [_Subset(p, random_half((p[0].size,))) for p in _plates(latents)]
     if not halves:
         return DependentPlates({}, [])
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
@@ -261,14 +259,14 @@ def find_dependent_plates(
     experiment = _Experiment(programs, first, other_values, bool(reads), leading, drawn)
     links = _plates_of_reads(first, latents, reads)
     reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
-    for plate, pair in halves:
-        both = [_Subset(plate, s) for s in pair]
+    for half in halves:
         if thorough:
-            experiment.run(links, [_Subset(plate, s) for s in separating_subsets(plate[0].size)])
+            subsets = separating_subsets(half.frames[0].size)
+            experiment.run(links, [half._replace(chosen=s) for s in subsets])
             # NaN hides behind comparisons.
-            experiment.run(links, both, undefined=False)
+            experiment.run(links, [half, half._replace(chosen=~half.chosen)], undefined=False)
         else:
-            experiment.run(links, both[:1])
+            experiment.run(links, [half])
     return DependentPlates(links, reads)
 
 
