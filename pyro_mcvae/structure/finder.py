@@ -17,7 +17,7 @@ from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support, reparameterized
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import FactorKey, PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.types import FactorKey, PlateKey, plate_frames, plate_key
 from pyro_mcvae.programs.vmap import particle_plates
 from pyro_mcvae.structure import provenance
 from pyro_mcvae.structure.blocks import (
@@ -29,7 +29,7 @@ from pyro_mcvae.structure.blocks import (
     weigh_together,
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
-from pyro_mcvae.structure.interventions import find_dependent_plates, find_shared_noise
+from pyro_mcvae.structure.interventions import find_dependent_plates, has_shared_noise
 from pyro_mcvae.structure.provenance import Dependencies, dependencies_of
 
 # Guide sites on whose draws no data depend: the data depend on the guide's parameters instead.
@@ -182,9 +182,7 @@ class StructureFinder:
         names = frozenset(order)
         latent_frames = {n: frames[FactorKey("guide", n)] for n in order}
         coupled = {} if self.joint else self._coupled(programs, run)
-        frames = _without_coupled(frames, coupled)
-        noise = {} if self.joint else find_shared_noise(programs, run)
-        declared, frames = frames, _without_coupled(frames, noise)
+        declared, frames = frames, _without_coupled(frames, coupled)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         trace = not self.joint and needs_dependencies(factors, names)
         masked_by: dict[str, frozenset[str]] = {}
@@ -200,8 +198,7 @@ class StructureFinder:
             }
         factors = _with_iterations(factors, coupled, latent_frames)
         structure = derive_structure(factors, order, self.joint)
-        shared = {f for key in noise for f in declared[key] - frames[key]}
-        if any(map(is_subsampled, shared)) or (set(noise) & structure.outside):
+        if not self.joint and has_shared_noise(programs, run):
             # Each particle has different untraced draws, so they are not global latents.
             structure = weigh_together(declared)
         block_of = dict(structure.block_of)

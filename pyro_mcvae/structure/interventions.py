@@ -12,10 +12,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
-import pyro
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
@@ -159,52 +158,30 @@ def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
 
 
 class _Untraced(Messenger):
-    """Records untraced draws, with their plates."""
+    """Records the plates of untraced draws."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.frames: dict[str, frozenset[CondIndepStackFrame]] = {}
+        self.frames: list[frozenset[CondIndepStackFrame]] = []
 
     def _pyro_post_sample(self, msg: Message) -> None:
         if msg["infer"].get("_do_not_trace") and is_random(msg):
-            self.frames[msg["name"]] = plate_frames(msg)
+            self.frames.append(plate_frames(msg))
 
 
-def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+def has_shared_noise(programs: Programs, run: Run) -> bool:
     """
-    Find, for each factor that depends on an untraced draw, the plates whose elements share it.
+    Return whether elements of a plate share an untraced draw, as with ``ConjugateReparam``.
 
-    :param run: a run of the programs; if no computed value is scored, the result is empty.
+    :param run: a run of the programs; if no computed value is scored, there is no such draw.
     """
-    if not any(_is_computed(t.site) for t in run.terms if not t.in_guide):
-        return {}
-    try:
-        return programs.cached(("noise", run.signature), lambda: _find_shared_noise(programs, run))
-    except ProgramError:
-        return {}
-
-
-def _is_computed(site: Site) -> bool:
-    return bool(site["is_observed"] and is_delta(site["fn"]) and not is_record(site))
-
-
-def _find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-    with probing(programs), _Untraced() as noise:
-        first = probe(programs, run.subsamples)
-    if not noise.frames:
-        return {}
-    latents = {n: s["value"] for n, s in first.guide_trace.nodes.items() if is_random(s)}
-    # The same latents and another stream of random numbers: only the untraced draws differ.
-    with probing(programs):
-        pyro.set_rng_seed(int(torch.randint(2**31, ())))  # normals of the old stream are cached
-        second = probe(programs, first.subsamples, latents)
-    around: frozenset[CondIndepStackFrame] = frozenset.intersection(*noise.frames.values())
-    before, after = first.log_probs, second.log_probs
-    return {
-        key: frozenset(plate_key(f) for f in plate_frames(first.terms[key].site) - around)
-        for key, old in before.items()
-        if key.program == "model" and key in after and not torch.equal(old, after[key])
-    }
+    sites = [t.site for t in run.terms if not t.in_guide]
+    if not any(s["is_observed"] and is_delta(s["fn"]) and not is_record(s) for s in sites):
+        return False
+    with probing(programs), _Untraced() as noise, suppress(ProgramError):
+        probe(programs, run.subsamples)
+    plates = frozenset().union(*map(plate_frames, sites))
+    return not all(plates <= frames for frames in noise.frames)
 
 
 # Plates whose elements depend on each other's latents, by factor.
