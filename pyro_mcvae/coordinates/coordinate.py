@@ -26,7 +26,6 @@ from pyro_mcvae.programs.sites import (
     with_mask,
     without_autocast,
 )
-from pyro_mcvae.programs.terms import is_rejection_sampled
 from pyro_mcvae.programs.types import (
     Constraint,
     Distribution,
@@ -289,7 +288,7 @@ class UnconstrainedCoordinate(Coordinate):
 
     def __init__(self, fn: Distribution) -> None:
         fn = self.fn = _without_masks(fn)
-        self.reparameterized = fn.has_rsample and not is_rejection_sampled(fn)
+        self.reparameterized = fn.has_rsample
         self.transform = bijection_of(fn)
         support = elementwise(known_support(fn))
         self.bounded, self._simplex = (

@@ -8,14 +8,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions.distribution import Distribution as PyroDistribution
 from pyro.distributions.score_parts import ScoreParts
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
-from pyro.distributions.util import is_identically_zero, sum_rightmost
+from pyro.distributions.util import is_identically_zero
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions import TransformedDistribution
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import may_cache
@@ -25,7 +22,6 @@ from pyro_mcvae.programs.sites import (
     is_masked,
     is_random,
     is_scored,
-    layers,
     naming_site,
     observes_data,
     reparameterized,
@@ -34,7 +30,6 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.types import (
     LEADING,
-    Distribution,
     FactorKey,
     Site,
     is_subsampled,
@@ -45,12 +40,6 @@ from pyro_mcvae.programs.types import (
 
 # The density of a guide's draw in Pyro's parts: its value, its score, its path gradient.
 
-# score_parts methods without separate parts: the default, and methods that delegate.
-_PLAIN = (
-    None,
-    *(c.score_parts for c in (PyroDistribution, ExpandedDistribution, MaskedDistribution)),
-)
-
 
 def score_parts(site: Site) -> ScoreParts:
     """Return Pyro's ``ScoreParts`` of a guide site, unscaled, unmasked, for the whole draw."""
@@ -58,41 +47,11 @@ def score_parts(site: Site) -> ScoreParts:
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
-        # Do not use the distribution's parts: rejection samplers have them only for their own
-        # draws.
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
         return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
     with naming_site(site, "guide"), exact_logs(site["value"]):
-        parts = site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
-        if is_rejection_sampled(site["fn"]):
-            return parts._replace(score_function=_score(site["fn"], site["value"]))
-        return parts
-
-
-def is_rejection_sampled(fn: Distribution) -> bool:
-    """
-    Return whether a distribution is, or is made of, a :class:`pyro.distributions.Rejector`.
-
-    Its ``has_rsample`` is only partly true, because acceptance depends on the parameters too. The
-    gradient of an expectation needs the score function of the acceptance (Naesseth et al., 2017).
-    """
-    return any(map(_has_parts, layers(fn)))
-
-
-def _has_parts(fn: Distribution) -> bool:
-    return getattr(type(fn), "score_parts", None) not in _PLAIN
-
-
-def _score(fn: Distribution, value: Tensor) -> Tensor:
-    """Return the score of a rejection sampler, which Pyro drops in wrappers and transforms."""
-    if _has_parts(fn):
-        score: Tensor = fn.score_parts(value).score_function
-        return score
-    if isinstance(fn, TransformedDistribution):
-        for transform in reversed(fn.transforms):
-            value = transform.inv(value)
-    return sum_rightmost(_score(fn.base_dist, value), fn.event_dim - fn.base_dist.event_dim)
+        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
 
 
 # The factors of the weight of one run, and the structure by which runs are compared.
@@ -107,6 +66,7 @@ class SiteForm(NamedTuple):
     :ivar shapes: batch shape, event shape and shape of the log density.
     :ivar marks: its ``infer`` entries on enumeration and auxiliary variables.
     :ivar members: for a sum over enumerated sites: their forms.
+    :ivar states: for such a sum: the number of values of each of its enumerated sites.
     """
 
     key: FactorKey
@@ -117,29 +77,19 @@ class SiteForm(NamedTuple):
     shapes: tuple[Any, ...]
     marks: tuple[Hashable, ...]
     members: tuple[SiteForm, ...]
+    states: tuple[int, ...]
 
     @property
     def structure(self) -> Hashable:
         """
-        Return the part that does not depend on the number of data.
+        Return the part that is the same with and without leading dims.
 
-        It has the user's plates, and which of them are subsampled, but no sizes.
+        It has the user's plates with their sizes, and which of them are subsampled.
         """
-        frames = [CondIndepStackFrame(*f) for f in self.plates]
-        plates = tuple([(plate_key(f), is_subsampled(f)) for f in frames if f.name != LEADING])
-        members = tuple([m.structure for m in self.members])
-        return self.key, self.observed, self.draw, plates, members
-
-
-# The size of a site: its plates' sizes, and its event shape.
-SiteSizes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def site_sizes(site: Site) -> SiteSizes:
-    """Return the sizes of a site's plates, without the particles' plate, and its event shape."""
-    frames = site["cond_indep_stack"]
-    plates = tuple([f.size for f in frames if f.name != LEADING])
-    return plates, tuple(getattr(site["fn"], "event_shape", ()))
+        frames = [CondIndepStackFrame(*f) for f in self.plates if f[0] != LEADING]
+        plates = tuple([(plate_key(f), f.size, is_subsampled(f)) for f in frames])
+        inner = self.shapes[1], self.states, tuple([m.structure for m in self.members])
+        return self.key, self.observed, self.draw, plates, inner
 
 
 _MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim")
@@ -235,21 +185,18 @@ class Term:
         batch, event = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
         marks = tuple([site["infer"].get(mark) for mark in _MARKS])
         shapes, members = (batch, event, self.density.shape), tuple([t.form for t in self.members])
-        return SiteForm(self.key, observed, draw, plates, type(fn), shapes, marks, members)
+        inner = marks, members, self.states
+        return SiteForm(self.key, observed, draw, plates, type(fn), shapes, *inner)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Return the number of values of each enumerated site of a sum."""
+        return tuple([n for t in self.members for n in _num_states(t.site)])
 
     @property
     def sites(self) -> tuple[Term, ...]:
         """Return the factors of single sites: the summed ones, or the factor itself."""
         return self.members or (self,)
-
-    @cached_property
-    def sizes(self) -> SiteSizes:
-        """Return the size of the site; for a sum also its members' sizes and state counts."""
-        sizes = site_sizes(self.site)
-        if self.members:
-            inner = [n for t in self.members for part in t.sizes for n in part]
-            return sizes[0], (*inner, *(n for t in self.members for n in _num_states(t.site)))
-        return sizes
 
 
 def scored(trace: Trace) -> Iterator[Site]:
@@ -323,7 +270,7 @@ def _deferred_model_term(site: Site) -> Term:
 def _deferred_guide_term(site: Site) -> Term:
     """Return :func:`guide_term`, of pathwise draws with a density that is computed later."""
     is_pathwise = is_random(site) and reparameterized(site)
-    if not is_pathwise or may_cache(site["fn"]) or is_rejection_sampled(site["fn"]):
+    if not is_pathwise or may_cache(site["fn"]):
         return guide_term(site)
     return Term(FactorKey("guide", site["name"]), site, Deferred.checked(site, "guide"), None)
 
