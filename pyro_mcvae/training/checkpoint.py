@@ -440,8 +440,8 @@ def save_checkpoint(
     A :class:`CompiledELBO` runs its first steps uncompiled, also after a resume. With
     ``backend="eager"`` the numbers are the same; under other backends they differ by rounding.
 
-    Pass other state as ``extra``, such as an annealed temperature of :class:`GumbelSoftmax`. A draw
-    that :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
+    Pass other state as ``extra``, such as an annealed temperature. A draw that
+    :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
 
     :param path: the path of the file.
     :param parts: a dict of all objects that change in training, by any names: any object with
