@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 import weakref
@@ -374,26 +373,3 @@ def check_function(name: str, value: object) -> None:
     """Raise a ValueError unless ``value`` is a function, or None."""
     if value is not None and not callable(value):
         raise ValueError(f"{name} must be a function or None, got {value!r}")
-
-
-def check_call(programs: Programs) -> None:
-    """
-    Check that a batch can be the arguments of model and guide.
-
-    :raises ValueError: with the error of the call, if it cannot.
-    """
-    for role, program in (("model", programs.model), ("guide", programs.guide)):
-        target = program.forward if isinstance(program, nn.Module) else program
-        try:
-            signature = inspect.signature(target, follow_wrapped=False)
-        except (TypeError, ValueError):  # a wrapper, which may have other arguments
-            continue
-        try:
-            signature.bind(*programs.args, **programs.kwargs)
-        except TypeError as error:
-            arguments = [*programs.args, *programs.kwargs.values()]
-            raise ValueError(
-                f"the {role} cannot be called with a batch, whose entries are its arguments "
-                f"({', '.join(type(a).__name__ for a in arguments)}): {error}. Pass to_args=..., "
-                f"which returns the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
-            ) from error
