@@ -43,7 +43,6 @@ from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
-from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
 from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
@@ -103,14 +102,12 @@ class Comparison(dict[str, TrainedCopy]):
     :func:`compare` has an example.
 
     :param copies: the results of each loss.
-    :param parts: the objects that training changes: modules, and the parameter store.
     :param bool learns: whether the model has parameters. If not, the evidence is the same for all.
     """
 
-    def __init__(self, copies: dict[str, TrainedCopy], parts: list[Part], learns: bool) -> None:
+    def __init__(self, copies: dict[str, TrainedCopy], learns: bool) -> None:
         super().__init__(copies)
         self.learns = learns
-        self._parts = parts
         self._trained: dict[str, Undo] = {}
 
     def use(self, name: str) -> None:
@@ -122,7 +119,6 @@ class Comparison(dict[str, TrainedCopy]):
         if name not in self._trained:
             raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
         self._trained[name]()
-        self._trained[name] = _remember(self._parts)
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
@@ -321,37 +317,31 @@ def compare(
     def new_svi(loss: Any, optim: PyroOptim) -> SVI:
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
 
-    with each_once(), restored(()), Progress("comparing", settings.progress, "turn") as bar:
-        bar.expect((num_checks + 1) * len(pairs))
+    with each_once(), restored(()):
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        comparison, start = Comparison({}, parts, learns), _remember(parts)
+        comparison, start = Comparison({}, learns), _remember(parts)
         try:
             for name, pair in pairs.items():
-                bar.describe(name)
                 new_svi(*pair).step(*first.args, **first.kwargs)
                 start()
-                start = _remember(parts)
                 pyro.set_rng_seed(seed)
                 svi, stream = new_svi(*pair), itertools.chain.from_iterable(itertools.repeat(data))
                 with weights_of(programs, checks) as weights:
                     untrained = estimate(weights, check_particles)
                 trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
-                bar.step()
                 for turn in range(num_checks):
                     limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
                     _train(trained, svi, stream, data, *limits)
                     _check(trained, programs, checks)
-                    bar.step()
                 if not trained.failed:
                     trained.guide, trained.evidence = guide_and_chains(programs, settings)
                 comparison[name] = trained
                 comparison._trained[name] = _remember(parts)
                 start()
-                start = _remember(parts)
         finally:
             start()
     return comparison
@@ -452,7 +442,7 @@ class _Data:
 
 
 def _remember(parts: list[Part]) -> Undo:
-    """Return a function that restores the current values once, in the same tensors."""
+    """Return a function that restores the current values, in the same tensors."""
     undos = [part.undo() for part in parts]
 
     def put() -> None:
@@ -662,12 +652,9 @@ def compare_models(
     settings = make_options("compare_models", options)
     pairs = _pairs(models, args, model_kwargs)
     evidences = {}
-    with each_once(), Progress("models", settings.progress, "model") as bar:
-        bar.expect(len(pairs))
+    with each_once():
         for name, programs in pairs.items():
-            bar.describe(name)
             evidences[name] = guide_and_chains(programs, settings)[1]
-            bar.step()
     _check_alike(evidences)
     return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
 

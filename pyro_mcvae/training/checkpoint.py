@@ -202,7 +202,7 @@ class ParamStorePart(Part):
 
         def restore() -> None:
             for name, value in before.items():
-                setattr(store, name, value)
+                setattr(store, name, dict(value))
             with torch.no_grad():
                 for name, value in values.items():
                     before["_params"][name].copy_(value)
