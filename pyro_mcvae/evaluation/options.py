@@ -27,14 +27,12 @@ from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable, saved_tables
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
 # Evaluation has no side effects: modes, parameters, buffers and random streams do not change.
 
-# The parts of Pyro's parameter store.
-_TABLES = "_params", "_param_to_name", "_constraints"
 # For each parameter, the modules that have it, with the name of the parameter.
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -57,10 +55,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     roots = find_modules(*programs)
     _refuse_lazy(roots)
     store = pyro.get_param_store()
-    # Restore the dicts instead of deleting names, because two names may belong to one parameter,
-    # which the store removes with the first name.
-    tables = [getattr(store, name) for name in _TABLES]
-    before = [dict(table) for table in tables]
+    restore_tables = saved_tables()
     with rewindable(seed is not None) as rewind, evaluation_modules(roots):
         try:
             for name, value in _own_parameters(roots):
@@ -70,9 +65,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
                 pyro.set_rng_seed(seed)
             yield
         finally:
-            for table, before_table in zip(tables, before, strict=True):
-                table.clear()
-                table.update(before_table)
+            restore_tables()
             rewind()
 
 
