@@ -317,8 +317,6 @@ class SiteSpec:
             return gradient.gather(-1, at) - gradient.gather(-1, entries.long().unsqueeze(-1))
         if self.ordinal:
             return torch.stack([gradient, -gradient], dim=-1)
-        if self.size == 2:
-            return ((1 - 2 * entries.to(gradient)) * gradient).unsqueeze(-1)
         steps = torch.arange(1, self.size, device=entries.device)
         change = (entries.long().unsqueeze(-1) + steps) % self.size - entries.long().unsqueeze(-1)
         return change.to(gradient) * gradient.unsqueeze(-1)
