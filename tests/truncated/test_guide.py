@@ -428,7 +428,7 @@ def test_other_data_in_a_plate_without_indices_are_told_of():
     guide = TruncatedPosterior(lambda x: model(x=x), 4)
     guide.fit(X)
     guide.fit(X)
-    with pytest.raises(ValueError, match="has other values than before.*subsample=index"):
+    with pytest.raises(ValueError, match=r"has other values than before.*subsample=index"):
         guide.fit(X.flip(0))
 
 
