@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,15 +42,18 @@ if TYPE_CHECKING:
 # Simulated data ("dreams"): drawn from the joint density of the model, and scored by the guide.
 
 
-def dream(programs: Programs, subsamples: Minibatch) -> Trace:
+def dream(
+    programs: Programs, subsamples: Minibatch, fixed: Mapping[str, Tensor] | None = None
+) -> Trace:
     """
     Draw latents and data from the model's joint density, on a given minibatch.
 
     :param subsamples: the indices of each plate.
+    :param fixed: latents that are not drawn, by site.
     :raises ValueError: if no data can be drawn from the model.
     """
     try:
-        with Recorder(Substitutes(Minibatch(subsamples))) as recorder, Unconditioned():
+        with Recorder(Substitutes(Minibatch(subsamples), fixed or {})) as recorder, Unconditioned():
             programs.model(*programs.args, **programs.kwargs)
     except NotImplementedError as error:
         raise ValueError(

@@ -31,6 +31,7 @@ from pyro_mcvae.truncated.states import (
     StatesError,
     StateSpace,
     distinct_states,
+    other_number_of_data,
 )
 
 # The observations that the states of a datum were searched for, to detect other data.
@@ -366,12 +367,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         shape = tuple(self.get_buffer(name).shape)
         expected = (layout.num_data, self.num_states, space.num_bytes)
         if shape[1:] == expected[1:] and shape != expected:
-            raise ValueError(
-                f"plate '{layout.plates[-1].name}' has {expected[0]} data, but states are stored "
-                f"for {shape[0]}. For minibatches pass their indices, pyro.plate("
-                f"'{layout.plates[-1].name}', {shape[0]}, subsample=index); for other data "
-                f"(held out) create a guide by guide.for_data(...)"
-            )
+            raise other_number_of_data(layout.plates[-1].name, expected[0], shape[0])
         if shape != expected:
             raise ValueError(
                 f"the states of plate {layout.name!r} have shape {shape} (data, states, "
