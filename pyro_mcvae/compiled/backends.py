@@ -162,7 +162,7 @@ class Backend:
     def compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
         """Return the graph's function; the graph itself if the compiler fails, which is logged."""
         if self.replays:
-            return quick(graph)
+            return quick(graph).forward
         count = len(graph.graph.nodes)
         begin = time.perf_counter()
         try:
@@ -185,7 +185,7 @@ class Backend:
                 self.name,
                 first_line(getattr(error, "inner_exception", error)),
             )
-            return quick(graph)
+            return quick(graph).forward
         _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
         return run
 
