@@ -21,13 +21,7 @@ from pyro_mcvae.programs.sites import (
     reparameterized,
     site_in_full_precision,
 )
-from pyro_mcvae.programs.supports import (
-    Categories,
-    Choice,
-    Support,
-    joined_plates,
-    support_of,
-)
+from pyro_mcvae.programs.supports import Categories, Choice, Support, joined_plates, support_of
 from pyro_mcvae.programs.types import (
     SLOT_OPTIONS,
     Distribution,

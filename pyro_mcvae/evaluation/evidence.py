@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
-from pyro_mcvae.evaluation.options import (
-    Options,
-    make_options,
-    make_programs,
-)
+from pyro_mcvae.evaluation.options import Options, make_options, make_programs
 from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length

@@ -28,13 +28,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.run import Programs, Run, is_messenger
-from pyro_mcvae.programs.sites import (
-    inner_scale,
-    is_factor,
-    is_flat,
-    is_latent,
-    is_scored,
-)
+from pyro_mcvae.programs.sites import inner_scale, is_factor, is_flat, is_latent, is_scored
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import NoCoordinateError, Program, Site

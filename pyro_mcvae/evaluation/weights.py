@@ -31,20 +31,11 @@ from pyro_mcvae.coordinates.chain_density import (
 )
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import (
-    Annealing,
-    Options,
-    evaluation_mode,
-    whiten,
-)
+from pyro_mcvae.evaluation.options import Annealing, Options, evaluation_mode, whiten
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
-from pyro_mcvae.particles.sampler import (
-    MakeSampleFn,
-    ParticleSampler,
-    WeightedParticles,
-)
+from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
