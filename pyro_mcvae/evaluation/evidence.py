@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
-from pyro_mcvae.evaluation.options import (
-    Options,
-    make_options,
-    make_programs,
-)
+from pyro_mcvae.evaluation.options import Options, make_options, make_programs
 from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
@@ -67,19 +63,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def filled(text: str, head: str = "") -> str:
+def filled(text: str) -> str:
     """Wrap a text at the terminal's width, at most 100 characters."""
     width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
-    head, indent = (f"{head}  ", " " * (len(head) + 2)) if head else ("", "")
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=head,
-        subsequent_indent=indent,
-        # Numbers and code are copied.
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    # Numbers and code are copied.
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 # The log evidence of a model, estimated per datum with a guide.
@@ -333,9 +321,6 @@ def log_evidence(
         * ``max_plate_nesting``: as in Pyro; inferred by default.
         * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
           for enumeration; False draws them.
-        * ``progress=None``: True shows a progress bar if ``tqdm`` is installed. None shows it on
-          a terminal and in notebooks, if the evaluation takes longer than two seconds, and
-          logs a line per minute elsewhere.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
         masses in the data's plates, and chains without continuous latents. Also for guides that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 import weakref
@@ -20,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_mcvae.chains.annealing import Transition, anneal
-from pyro_mcvae.chains.kernels import HMC, Info, Kernel, State, Target
+from pyro_mcvae.chains.kernels import HMC, Kernel
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.checks.faults import is_circular
@@ -28,15 +27,12 @@ from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
-from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable, saved_tables
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
 # Evaluation has no side effects: modes, parameters, buffers and random streams do not change.
 
-# The parts of Pyro's parameter store.
-_TABLES = "_params", "_param_to_name", "_constraints"
 # For each parameter, the modules that have it, with the name of the parameter.
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -59,10 +55,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     roots = find_modules(*programs)
     _refuse_lazy(roots)
     store = pyro.get_param_store()
-    # Restore the dicts instead of deleting names, because two names may belong to one parameter,
-    # which the store removes with the first name.
-    tables = [getattr(store, name) for name in _TABLES]
-    before = [dict(table) for table in tables]
+    restore_tables = saved_tables()
     with rewindable(seed is not None) as rewind, evaluation_modules(roots):
         try:
             for name, value in _own_parameters(roots):
@@ -72,9 +65,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
                 pyro.set_rng_seed(seed)
             yield
         finally:
-            for table, before_table in zip(tables, before, strict=True):
-                table.clear()
-                table.update(before_table)
+            restore_tables()
             rewind()
 
 
@@ -117,19 +108,6 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
 
 
 # The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
-
-
-class Counted:
-    """Transitions that advance a progress bar."""
-
-    def __init__(self, inner: Transition, progress: Progress, amount: float) -> None:
-        self.adjusted = inner.adjusted
-        self._inner, self._progress, self._amount = inner, progress, amount
-
-    def step(self, state: State, target: Target) -> tuple[State, Info]:
-        moved = self._inner.step(state, target)
-        self._progress.step(self._amount)
-        return moved
 
 
 EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
@@ -210,13 +188,13 @@ class Annealing:
         self.kernel.eval()
 
 
-# Transitions between two evaluations of the population.
-MOVES = 5
+# Transitions of a window.
+_MOVES = 5
 # The number of entries of all factors above which correlations are left out.
 _LARGEST = 1 << 24
 
 
-def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
+def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
     r"""
     Return the map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
@@ -224,7 +202,6 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
     the coordinates are standardized with the current positions, and the step size has adapted. So
     the chains spread over the posterior, window by window.
 
-    :param transition: a transition of the kernel.
     :raises ValueError: for discrete sites of the guide, and for angles.
     """
     discrete = density.log_weight.plan.discrete
@@ -242,10 +219,10 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST
     whitening = Whitening.none(position, movable, dense)
-    betas = position.new_ones(MOVES + 1)
+    betas = position.new_ones(_MOVES + 1)
     for turn in range(annealing.warmup):
         white = WhitenedDensity(density, whitening)
-        chain = anneal(white(whitening.white(position)), betas, transition, white, movable)
+        chain = anneal(white(whitening.white(position)), betas, annealing.kernel, white, movable)
         if not chain.infos:
             break  # nothing can move
         annealing.adapt(turn, chain.mean_acceptance, None)
@@ -280,9 +257,6 @@ class Options:
     :param max_plate_nesting: as in Pyro; inferred by default.
     :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
         enumeration; False draws them.
-    :param progress: True shows a progress bar if ``tqdm`` is installed. None shows it on a terminal
-        and in notebooks, if the evaluation takes longer than two seconds, and logs a line per
-        minute elsewhere.
     """
 
     num_particles: int = 1000
@@ -296,7 +270,6 @@ class Options:
     vectorize_particles: bool | None = None
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = False
-    progress: bool | None = None
 
     def __post_init__(self) -> None:
         # Convert NumPy ints and tensors to int.
@@ -306,7 +279,6 @@ class Options:
         check_flag("joint", self.joint, or_none=True)
         check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
-        check_flag("progress", self.progress, or_none=True)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise ValueError(f"kernel must be a Kernel such as HMC(), got {self.kernel!r}")
         if self.coordinates not in get_args(EvaluatorCoordinates):
@@ -374,26 +346,3 @@ def check_function(name: str, value: object) -> None:
     """Raise a ValueError unless ``value`` is a function, or None."""
     if value is not None and not callable(value):
         raise ValueError(f"{name} must be a function or None, got {value!r}")
-
-
-def check_call(programs: Programs) -> None:
-    """
-    Check that a batch can be the arguments of model and guide.
-
-    :raises ValueError: with the error of the call, if it cannot.
-    """
-    for role, program in (("model", programs.model), ("guide", programs.guide)):
-        target = program.forward if isinstance(program, nn.Module) else program
-        try:
-            signature = inspect.signature(target, follow_wrapped=False)
-        except (TypeError, ValueError):  # a wrapper, which may have other arguments
-            continue
-        try:
-            signature.bind(*programs.args, **programs.kwargs)
-        except TypeError as error:
-            arguments = [*programs.args, *programs.kwargs.values()]
-            raise ValueError(
-                f"the {role} cannot be called with a batch, whose entries are its arguments "
-                f"({', '.join(type(a).__name__ for a in arguments)}): {error}. Pass to_args=..., "
-                f"which returns the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
-            ) from error

@@ -18,7 +18,6 @@ from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.exact_logs import exact_logs
 from pyro_mcvae.programs.sites import (
-    RELAXED,
     is_masked,
     is_random,
     is_scored,
@@ -43,9 +42,6 @@ from pyro_mcvae.programs.types import (
 
 def score_parts(site: Site) -> ScoreParts:
     """Return Pyro's ``ScoreParts`` of a guide site, unscaled, unmasked, for the whole draw."""
-    if site["infer"].get(RELAXED):
-        log_prob = unscaled_log_prob(site, "guide")
-        return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
