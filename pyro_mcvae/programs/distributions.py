@@ -14,7 +14,6 @@ from pyro.distributions import (
     CoalescentTimes,
     MixtureOfDiagNormals,
     MixtureOfDiagNormalsSharedCovariance,
-    Rejector,
     RelaxedOneHotCategoricalStraightThrough,
     SineBivariateVonMises,
 )
@@ -85,7 +84,7 @@ def is_elementary(transform: Transform) -> bool:
     )
 
 
-# Patched samplers: draws of these distributions have a wrong density or gradient upstream.
+# Patched samplers: the draws of six distributions have a wrong density or gradient upstream.
 
 _ONE = torch.Size()
 Patch = Callable[[Distribution], Distribution]
@@ -150,12 +149,7 @@ def _refused(fn: Distribution) -> Distribution:
 
 
 def _by_score(fn: Distribution) -> Distribution:
-    """
-    Use the score function for draws whose path gradient is wrong, or only a part of the gradient.
-
-    Pyro's gradient of the logits of a mixture is wrong. The acceptance of a ``Rejector`` depends on
-    the parameters, too (Naesseth et al., 2017).
-    """
+    """Use the score function: Pyro's gradient of the components' logits through draws is wrong."""
     new = copy(fn)
     new.has_rsample = False
     return new
@@ -179,7 +173,6 @@ _PATCHES: dict[type, Patch] = {
     CoalescentTimes: _drawn_by(_times),
     SineBivariateVonMises: _refused,
     RelaxedOneHotCategorical: _drawn_by(_relaxed, "rsample"),
-    Rejector: _by_score,
     MixtureOfDiagNormals: _by_score,
     MixtureOfDiagNormalsSharedCovariance: _by_score,
 }
