@@ -30,12 +30,20 @@ from pyro_mcvae.coordinates.chain_density import (
 )
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import Annealing, Options, evaluation_mode, whiten
+from pyro_mcvae.evaluation.options import (
+    MOVES,
+    Annealing,
+    Counted,
+    Options,
+    evaluation_mode,
+    whiten,
+)
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
 from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import nonfinite_sites
+from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
@@ -159,9 +167,10 @@ class ImportanceSampler:
         self,
         programs: Programs,
         options: Options,
+        progress: Progress,
         annealing: Annealing | None = None,
     ) -> None:
-        self.programs, self.annealing = programs, annealing
+        self.programs, self.progress, self.annealing = programs, progress, annealing
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
         with check_trained(programs.guide) as check:
@@ -323,13 +332,16 @@ class ImportanceSampler:
             count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
             density = self.density(count)
             assert isinstance(density, ChainDensity)
-            annealing.whitening = whiten(density, annealing)
+            self.progress.expect(count * annealing.warmup)
+            counted = Counted(annealing.kernel, self.progress, count / MOVES)
+            annealing.whitening = whiten(density, annealing, counted)
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains, so a few hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
             if self.loops:  # no more chains than requested
                 annealing.warmup = min(annealing.warmup, self._options.num_particles)
                 count = min(count, max(1, self._options.num_particles // annealing.warmup))
+            self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
                 if not chain.infos:
@@ -346,10 +358,12 @@ class ImportanceSampler:
         assert self.annealing is not None
         density = self.density(count)
         start = density.start()
+        moves = self.annealing.num_steps if last_transition else self.annealing.num_steps - 1
+        transition = self.annealing.transition(self.programs)
         chain = anneal(
             start,
             self.annealing.betas.to(start.log_weight.device),
-            self.annealing.transition(self.programs),
+            Counted(transition, self.progress, count / max(1, moves)),
             density,
             density.log_weight.movable,
             last_transition,
@@ -380,9 +394,12 @@ class ImportanceSampler:
 
     def chunks(self, count: int) -> Iterator[int]:
         """Return the sizes of the chunks in which ``count`` particles are drawn."""
+        self.progress.expect(count)
         while count > 0:
             size = min(self.chunk_size, count)
             yield size
+            if self.annealing is None:  # with chains, transitions are counted instead
+                self.progress.step(size)
             count -= size
 
     def check(self, log_weight: Tensor, runs: list[Run]) -> None:
@@ -492,6 +509,7 @@ def weights_of(
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
         outside_inference_mode(programs) as programs,
+        Progress("evaluating", options.progress, "particle") as progress,
         torch.no_grad(),
     ):
-        yield ImportanceSampler(programs, options, annealing)
+        yield ImportanceSampler(programs, options, progress, annealing)
