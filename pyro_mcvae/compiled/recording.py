@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import ReadingMode
+from pyro_mcvae.compiled.inductor import Run
 from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trace
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.messengers import is_param_tracer
@@ -266,9 +266,7 @@ class Surroundings:
         for value in self._before.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
             if isinstance(value, nn.Module):
-                # Scripted modules have no dict of them, and write only in place.
-                if isinstance(value._buffers, dict):
-                    spaces.append(value._buffers)
+                spaces.append(value._buffers)
                 buffers = [b for b in value._buffers.values() if b is not None]
                 self._buffers += [(b, b.detach().clone()) for b in buffers]
             self._spaces += [(type(value), space, dict(space)) for space in spaces]

@@ -1,12 +1,11 @@
 """What programs see besides their arguments is watched, wherever they keep it."""
 
-import os
 import sys
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -146,11 +145,6 @@ def _of_a_function() -> Any:
     return get, lambda value: setattr(get, "width", value)
 
 
-def _of_a_scripted_module() -> Any:
-    held = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.Dropout(1.0)))
-    return lambda: 1.0 + held(torch.ones(1)).square(), lambda value: held.train(value == 1)
-
-
 def _read_by(read: Callable[[Tensor], Any]) -> Callable[[], Any]:
     def made() -> Any:
         held = torch.tensor(1)
@@ -176,24 +170,9 @@ def _of_an_array(read: Callable[[Any], Any], dtype: Any = np.float64) -> Callabl
     return made
 
 
-def _of_a_proxy() -> Any:
-    held = {"width": 1.0}
-    seen = MappingProxyType(held)
-    return lambda: seen["width"], lambda value: held.update(width=value)
-
-
 def _of_a_computed_name() -> Any:
     held = Data()
     return lambda: getattr(held, "width "[:5]), lambda value: setattr(held, "width", value)
-
-
-def _of_the_environment() -> Any:
-    os.environ["TEST_WIDTH"] = "1"
-
-    def put(value: float) -> None:
-        os.environ["TEST_WIDTH"] = str(value)
-
-    return lambda: float(os.environ["TEST_WIDTH"]), put
 
 
 def _of_a_module_that_grows() -> Any:
@@ -223,14 +202,12 @@ PLACES: dict[str, Callable[[], Any]] = {
     "list of 500": _at([1.0] * 500, 400),
     "deque of 100": _at(deque([1.0] * 100), 50),
     "list in a dict in a list": _at([{"a": [1.0] * 100}], 99, lambda held: held[0]["a"]),
-    "mapping proxy": _of_a_proxy,
     "array of Python": _at(array("d", [1.0]), 0),
     "array in place": _of_an_array(lambda held: float(held[0])),
     "array as a tensor": _of_an_array(lambda held: torch.as_tensor(held).mean()),
     "array from NumPy": _of_an_array(lambda held: torch.from_numpy(held).mean(), np.float32),
     "array of objects": _of_an_array(lambda held: float(held[0]), object),
     "name that is computed": _of_a_computed_name,
-    "environment": _of_the_environment,
     "module that grows": _of_a_module_that_grows,
     "method of a class": _of_a_method(of_the_class=True),
     "method of an object": _of_a_method(of_the_class=False),
@@ -256,7 +233,6 @@ PLACES: dict[str, Callable[[], Any]] = {
     "mode of a module that an object holds": _of_a_module_that_an_object_holds,
     "keyword-only default": _of_a_keyword,
     "attribute of a function": _of_a_function,
-    "mode of a scripted module": _of_a_scripted_module,
     "through a property": lambda: _of_another_class("property"),
     "through a classmethod": lambda: _of_another_class("classmethod"),
 }

@@ -16,9 +16,9 @@ from pyro_mcvae import (
     CompiledELBO,
     TraceSIS_ELBO,
 )
-from pyro_mcvae.compiled import backends
-from pyro_mcvae.compiled.backends import quick, same_bits
-from pyro_mcvae.compiled.graph import as_function
+from pyro_mcvae.compiled import backends, inductor
+from pyro_mcvae.compiled.backends import same_bits
+from pyro_mcvae.compiled.graph import as_function, quick
 from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.ops.tensors import Generators
@@ -40,7 +40,7 @@ def outlined(graph: GraphModule, example: list[Tensor]) -> Outline:
     return found
 
 
-def as_it_is(body: GraphModule, _: list[Tensor], __: bool) -> Callable[[], Function]:
+def as_it_is(body: GraphModule, _: list[Tensor]) -> Callable[[], Function]:
     def run(*inputs: Tensor) -> list[Tensor]:
         result: list[Tensor] = body(*inputs)
         return result
@@ -131,8 +131,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         run = quick(graph)
         return lambda inputs: list(run(*inputs))
 
-    monkeypatch.setattr(backends, "_inductor", replayed)
-    monkeypatch.setattr(backends, "in_one_file", contextlib.nullcontext)
+    monkeypatch.setattr(inductor, "_inductor", replayed)
+    monkeypatch.setattr(inductor, "in_one_file", contextlib.nullcontext)
 
 
 def test_training_and_evaluation_of_masked_minibatches(
@@ -168,7 +168,7 @@ def test_training_and_evaluation_of_masked_minibatches(
 @pytest.mark.slow
 def test_compiled_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many kernels for any length; what a step returned stays as it is in the next one."""
-    counts, compile = [], backends._inductor
+    counts, compile = [], inductor._inductor
     for count in (6, 16):
         graph, example = recorded(Chain(count), torch.randn(3, 4))
         kernels: list[int] = []
@@ -177,7 +177,7 @@ def test_compiled_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
             kernels.append(1)
             return compile(*args)
 
-        monkeypatch.setattr(backends, "_inductor", counted)
+        monkeypatch.setattr(inductor, "_inductor", counted)
         run = backends.Backend("inductor", {}).compile(graph, example)
         counts.append(len(kernels))
         first = run(*example)

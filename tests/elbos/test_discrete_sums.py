@@ -153,6 +153,7 @@ ALL_PROGRAMS = {**PROGRAMS, **COUNTABLE, "behind": BEHIND}
 QUICK = {(n, list(ESTIMATORS)[i % len(ESTIMATORS)]) for i, n in enumerate(ALL_PROGRAMS)}
 QUICK = {(n, e) for n, e in QUICK if n != "negative-binomial"}  # which is slow
 QUICK |= {("dependent", e) for e in list(ESTIMATORS)[::3]}
+QUICK |= {("outside", "k0")}  # one draw of each element, and costs outside their plate
 PAIRS = [*itertools.product(ALL_PROGRAMS, ESTIMATORS)]
 
 

@@ -20,7 +20,6 @@ from pyro_mcvae import (
     NVIL,
     REBAR,
     RELAX,
-    GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
     TraceRaoBlackwell_ELBO,
@@ -161,8 +160,6 @@ def test_sites_that_cannot_have_slots_are_named():
         elbo.loss_and_grads(*one_site(torch.zeros(2, 3), infer={"mcvae": {"num_categories": -1}}))
     with pytest.raises(ValueError, match=r"'y' has 3 values.*num_samples=0 leaves the others out"):
         TraceRaoBlackwell_ELBO(1, 0).loss_and_grads(*one_site(torch.zeros(2, 3)))
-    with pytest.raises(ValueError, match=r"GumbelSoftmax relaxes OneHot.*'y' is a Categorical"):
-        TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax()).loss(*one_site(torch.zeros(2, 3)))
 
 
 def test_an_nvil_network_of_the_wrong_shape():
@@ -328,30 +325,6 @@ def test_learned_parts_train_and_the_noise_falls(kind):
         return torch.stack(result).var(0).sum()
 
     assert noise(elbo) < 0.7 * noise(TraceRaoBlackwell_ELBO(0))
-
-
-@pytest.mark.parametrize("hard", [False, True])
-def test_gumbel_softmax_trains(hard):
-    target = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-
-    def model():
-        with pyro.plate("data", 2):
-            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
-            pyro.sample("b", dist.Bernoulli(0.5))
-            pyro.sample("x", dist.Normal(y, 0.3).to_event(1), obs=target)
-
-    def guide():
-        with pyro.plate("data", 2):
-            pyro.sample("y", dist.OneHotCategorical(logits=param("q", 2, 3)))
-            pyro.sample("b", dist.Bernoulli(logits=param("beta", 2)))
-
-    elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5, hard=hard), entropy="exact")
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.2}), loss=elbo)
-    for i in range(50):
-        with pyro.validation_enabled(i == 0):
-            svi.step()
-    assert (pyro.param("q").argmax(-1) == torch.tensor([0, 1])).all()
-    assert (pyro.param("beta").abs() < 1.0).all()
 
 
 @pytest.mark.parametrize(("name", "count"), [("gru", 1), ("gru", ALL), ("softmax", 1)])
