@@ -321,6 +321,8 @@ def log_evidence(
         * ``max_plate_nesting``: as in Pyro; inferred by default.
         * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
           for enumeration; False draws them.
+        * ``progress=None``: True shows a progress bar. None shows it on a terminal and in
+          notebooks, if the evaluation takes longer than two seconds.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
         masses in the data's plates, and chains without continuous latents. Also for guides that

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_mcvae.chains.annealing import Transition, anneal
-from pyro_mcvae.chains.kernels import HMC, Kernel
+from pyro_mcvae.chains.kernels import HMC, Info, Kernel, State, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.checks.faults import is_circular
@@ -110,6 +110,32 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
 # The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
 
 
+def progress_bar(show: bool | None) -> Any:
+    """
+    Return a progress bar whose total may grow.
+
+    :param show: None shows it after two seconds, if the output is a terminal or a notebook.
+    """
+    from tqdm.auto import tqdm  # which Pyro needs
+
+    disable = None if show is None else not show
+    delay = 0 if show else 2
+    return tqdm(desc="evaluating", total=0, leave=False, disable=disable, delay=delay)
+
+
+class Counted:
+    """Transitions that advance a progress bar."""
+
+    def __init__(self, inner: Transition, bar: Any, count: int) -> None:
+        self.adjusted = inner.adjusted
+        self._inner, self._bar = inner, bar
+        bar.total += count
+
+    def step(self, state: State, target: Target) -> tuple[State, Info]:
+        self._bar.update()
+        return self._inner.step(state, target)
+
+
 EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
 
 # The number of steps if a kernel is given without a schedule.
@@ -189,12 +215,12 @@ class Annealing:
 
 
 # Transitions of a window.
-_MOVES = 5
+MOVES = 5
 # The number of entries of all factors above which correlations are left out.
 _LARGEST = 1 << 24
 
 
-def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
+def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
     r"""
     Return the map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
@@ -202,6 +228,7 @@ def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
     the coordinates are standardized with the current positions, and the step size has adapted. So
     the chains spread over the posterior, window by window.
 
+    :param transition: a transition of the kernel.
     :raises ValueError: for discrete sites of the guide, and for angles.
     """
     discrete = density.log_weight.plan.discrete
@@ -219,10 +246,10 @@ def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST
     whitening = Whitening.none(position, movable, dense)
-    betas = position.new_ones(_MOVES + 1)
+    betas = position.new_ones(MOVES + 1)
     for turn in range(annealing.warmup):
         white = WhitenedDensity(density, whitening)
-        chain = anneal(white(whitening.white(position)), betas, annealing.kernel, white, movable)
+        chain = anneal(white(whitening.white(position)), betas, transition, white, movable)
         if not chain.infos:
             break  # nothing can move
         annealing.adapt(turn, chain.mean_acceptance, None)
@@ -257,6 +284,8 @@ class Options:
     :param max_plate_nesting: as in Pyro; inferred by default.
     :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
         enumeration; False draws them.
+    :param progress: True shows a progress bar. None shows it on a terminal and in notebooks, if the
+        evaluation takes longer than two seconds.
     """
 
     num_particles: int = 1000
@@ -270,6 +299,7 @@ class Options:
     vectorize_particles: bool | None = None
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = False
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         # Convert NumPy ints and tensors to int.
@@ -279,6 +309,7 @@ class Options:
         check_flag("joint", self.joint, or_none=True)
         check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
+        check_flag("progress", self.progress, or_none=True)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise ValueError(f"kernel must be a Kernel such as HMC(), got {self.kernel!r}")
         if self.coordinates not in get_args(EvaluatorCoordinates):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -31,7 +32,15 @@ from pyro_mcvae.coordinates.chain_density import (
 )
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import Annealing, Options, evaluation_mode, whiten
+from pyro_mcvae.evaluation.options import (
+    MOVES,
+    Annealing,
+    Counted,
+    Options,
+    evaluation_mode,
+    progress_bar,
+    whiten,
+)
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
@@ -149,6 +158,7 @@ class ImportanceSampler:
     minibatch (without ``joint`` also the global latents) of every chunk.
 
     :ivar programs: the weighted model and guide; see :func:`count_masked`.
+    :param bar: a progress bar, from :func:`progress_bar`.
     :param annealing: chains instead of plain importance sampling.
     :ivar fixed_latents: latents with fixed values: point masses, and global latents drawn once.
     :ivar drawn: the global latents that are drawn once.
@@ -160,9 +170,10 @@ class ImportanceSampler:
         self,
         programs: Programs,
         options: Options,
+        bar: Any,
         annealing: Annealing | None = None,
     ) -> None:
-        self.programs, self.annealing = programs, annealing
+        self.programs, self.annealing, self._bar = programs, annealing, bar
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
         with check_trained(programs.guide) as check:
@@ -324,7 +335,8 @@ class ImportanceSampler:
             count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
             density = self.density(count)
             assert isinstance(density, ChainDensity)
-            annealing.whitening = whiten(density, annealing)
+            counted = Counted(annealing.kernel, self._bar, MOVES * annealing.warmup)
+            annealing.whitening = whiten(density, annealing, counted)
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains, so a few hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
@@ -347,10 +359,11 @@ class ImportanceSampler:
         assert self.annealing is not None
         density = self.density(count)
         start = density.start()
+        moves = self.annealing.num_steps - (not last_transition)
         chain = anneal(
             start,
             self.annealing.betas.to(start.log_weight.device),
-            self.annealing.transition(self.programs),
+            Counted(self.annealing.transition(self.programs), self._bar, moves),
             density,
             density.log_weight.movable,
             last_transition,
@@ -381,10 +394,11 @@ class ImportanceSampler:
 
     def chunks(self, count: int) -> Iterator[int]:
         """Return the sizes of the chunks in which ``count`` particles are drawn."""
-        while count > 0:
-            size = min(self.chunk_size, count)
+        sizes = [min(self.chunk_size, count - i) for i in range(0, count, self.chunk_size)]
+        self._bar.total += len(sizes)
+        for size in sizes:
             yield size
-            count -= size
+            self._bar.update()
 
     def check(self, log_weight: Tensor, runs: list[Run]) -> None:
         """
@@ -495,6 +509,7 @@ def weights_of(
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
         outside_inference_mode(programs) as programs,
+        progress_bar(options.progress) as bar,
         torch.no_grad(),
     ):
-        yield ImportanceSampler(programs, options, annealing)
+        yield ImportanceSampler(programs, options, bar, annealing)

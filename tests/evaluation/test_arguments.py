@@ -69,6 +69,7 @@ WRONG = {
     "joint": (FLAGS, "joint must be True, False or None"),
     "vectorize_particles": (FLAGS, "vectorize_particles must be True, False or None"),
     "strict_enumeration_warning": ([*FLAGS, None], "strict_enumeration_warning must be True or"),
+    "progress": (FLAGS, "progress must be True, False or None"),
     "keep_log_weight": ([*FLAGS, None], "keep_log_weight must be True or False"),
     "max_plate_nesting": (["1", None, -1, NAN, 2.5, -math.inf, True], "max_plate_nesting must be"),
     "seed": (
