@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from pyro import distributions as dist
@@ -60,52 +60,41 @@ class _WithGuideMask(Messenger):
             msg["fn"], msg["mask"] = fn, None
 
 
-def masks_latents(run: Run) -> bool:
-    """Return whether the model masks a latent."""
-    sites = [t.site for term in run.terms if not term.in_guide for t in term.sites]
-    return any(is_latent(site) and counted_values(site) is not None for site in sites)
+class MaskedLatents(NamedTuple):
+    """
+    Latents with entries that the model masks and the guide counts.
+
+    :ivar unread: latents on whose masked entries no counted factor of the model depends, with the
+        guide's mask; None if it has none.
+    :ivar transported: latents whose density is that of another variable, computed from them.
+        ``NeuTraReparam`` draws the noise of a flow without a density, and counts prior and Jacobian
+        at observed point masses, whose values move with the noise.
+    """
+
+    unread: dict[str, Tensor | None]
+    transported: frozenset[str]
 
 
-def count_masked(programs: Programs, run: Run, second: Run) -> Programs:
+def masked_latents(programs: Programs, run: Run) -> MaskedLatents:
     r"""
-    Return programs whose model includes the masked latents that the guide includes.
+    Find the latents with entries that the model masks and the guide counts.
 
-    Some entries have a density under the guide and none under the model: padded entries of an
-    AutoGuide, or the observed entries of ``x_unobserved``. Then the weight's expectation is
-    infinite, :math:`\int p(x, z)\, q(u) / q(u)\, du\, dz`. If no counted factor depends on
-    :math:`u`, its prior does not change the evidence,
-    :math:`\int p(x, z)\, p(u \mid z)\, du\, dz = p(x)`. With the prior, the weight's expectation is
-    the evidence.
-
-    :param run: an execution of both programs.
-    :param second: another execution on the same minibatch, at independent draws.
-    """
-    if is_messenger(programs):
-        return programs
-    counted = {
-        name: counted_values(site)
-        for name, site in _masked_latents(run).items()
-        if _is_unread(run, _redrawn(programs, run, second, name))
-    }
-    return replace(programs, model=with_priors(programs.model, counted)) if counted else programs
-
-
-def without_prior(programs: Programs, run: Run) -> frozenset[str]:
-    """
-    Return latents whose prior a mask of the model may remove, while the guide has no mask.
-
-    No counted factor of the model depends on the removed entries. See :func:`count_masked`.
+    These are padded entries of an AutoGuide, or the observed entries of ``x_unobserved``. The
+    weight's expectation is then infinite, :math:`\int p(x, z)\, q(u) / q(u)\, du\, dz`. If no
+    counted factor depends on :math:`u`, its prior does not change the evidence,
+    :math:`\int p(x, z)\, p(u \mid z)\, du\, dz = p(x)`. With the prior (:func:`with_priors`), the
+    weight's expectation is the evidence.
 
     :param run: an execution of the programs, with any leading dims.
     """
-    model = run.model_trace.nodes
+    latents, model = _latents(run), run.model_trace.nodes
+    masked = [n for n in latents if counted_values(model[n]) is not None]
+    # The guide may mask the same entries, which then have no density in the weight.
     names = [
-        name
-        for name, site in _latents(run).items()
-        if counted_values(site) is None and counted_values(model[name]) is not None
+        n for n in masked if counted_values(latents[n]) is None or _masks_more(model[n], latents[n])
     ]
-    if not names or is_messenger(programs) or any(map(is_transported, model.values())):
-        return frozenset()
+    if not names:
+        return MaskedLatents({}, frozenset())
     with probing(programs), torch.no_grad():
         substitutes = Substitutes(Minibatch(run.subsamples))
         leading = Leading(state_dim=run.state_dim)
@@ -114,11 +103,13 @@ def without_prior(programs: Programs, run: Run) -> frozenset[str]:
             for g, m in (run_pair(programs, substitutes, leading) for _ in range(2))
         )
         removed = _masked_latents(first)  # another minibatch may have others
-        return frozenset(
-            name
-            for name in names
-            if name not in removed or _is_unread(first, _redrawn(programs, first, second, name))
-        )
+        redrawn = {n: _redrawn(programs, first, second, n) for n in names if n in removed}
+    transported = {n for n, trace in redrawn.items() if _moves_density(first.model_trace, trace)}
+    read = {n for n, trace in redrawn.items() if not _is_unread(first, trace)}
+    guide_masks = {n: counted_values(latents[n]) for n in names if n not in read | transported}
+    if is_messenger(programs):
+        guide_masks.clear()
+    return MaskedLatents(guide_masks, frozenset(transported))
 
 
 def masked_otherwise(run: Run) -> list[str]:
@@ -135,26 +126,12 @@ def with_priors(model: Program, counted: Mapping[str, Tensor | None]) -> Program
     return cast("Program", _WithGuideMask(counted)(model))
 
 
-def transported(programs: Programs, run: Run, second: Run) -> frozenset[str]:
-    """
-    Return the masked latents whose density is that of another variable, computed from them.
-
-    ``NeuTraReparam`` draws the noise of a flow without a density, and counts prior and Jacobian at
-    observed point masses, whose values move with the noise.
-    """
-    return frozenset(
-        name
-        for name in _masked_latents(run)
-        if _moves_density(run.model_trace, _redrawn(programs, run, second, name))
-    )
-
-
 def check_masks(run: Run, separable: frozenset[str]) -> None:
     """
     Check that weights are p / q: both programs count the same entries, without scales.
 
     :param separable: sites whose two densities need not match: the guide's point masses, and
-        :func:`transported` latents.
+        transported latents; see :class:`MaskedLatents`.
     :raises ValueError: naming a site that is scaled, masked in one program only,
         masked inside a transform, or auxiliary and masked.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -173,24 +173,39 @@ def _in_sum(batched: Tensor, single: Tensor) -> str:
     return f" ({float(batched.sum()):.4g} and {float(single.sum()):.4g} in sum)"
 
 
-def _extra_changes(
+def _extra_change(
     before: Densities,
-    after: Densities,
-    entries: Sequence[tuple[_Entry, Densities, Densities]],
-    undefined: bool,
-) -> Iterator[FactorKey]:
+    batched: Callable[[Values], Densities],
+    entries: Sequence[tuple[_Entry, Densities]],
+    change: Callable[[bool], Values],
+    smooth: bool,
+) -> FactorKey | None:
     """
-    Yield the densities that changed in the batched run, but not in single runs.
+    Return a density that changes with the latents in a batched run, but not in single runs.
 
-    :param entries: each entry with its single densities before and after the change.
+    :param before: the batched densities at the unchanged latents.
+    :param entries: the compared entries, each with its single densities there.
+    :param change: returns the changed latents: NaN, or, for programs that reject NaN, other values.
+    :param smooth: whether some latents may be NaN.
     """
-    for key in (k for k in before if k in after):
-        changed = differing(before[key], after[key], undefined)
-        for entry, before_single, after_single in entries:
-            if key in before_single and key in after_single:
-                allowed = differing(before_single[key], after_single[key], undefined)
-                if bool((entry.select(changed) & ~allowed).any()):
-                    yield key
+    for undefined in (True, False) if smooth else (False,):
+        changed = change(undefined)
+        try:
+            after = batched(changed)
+            singles = [entry.single(changed) for entry, _ in entries]
+        except ProgramError:
+            if undefined:
+                continue
+            raise
+        for key in (k for k in before if k in after):
+            mask = differing(before[key], after[key], undefined)
+            for (entry, old), new in zip(entries, singles, strict=True):
+                if key in old and key in new:
+                    allowed = differing(old[key], new[key], undefined)
+                    if bool((entry.select(mask) & ~allowed).any()):
+                        return key
+        break
+    return None
 
 
 @dataclass(frozen=True)
@@ -214,30 +229,6 @@ class LeadingRun:
     ran: bool = True
     mixes: bool = True
 
-    def check_count(self, count: int) -> None:
-        """
-        Check that particles are not mistaken for data if both have the same number.
-
-        ``means[group]`` indexes particles instead of groups. The shapes fit by chance if the counts
-        are equal, but not with another count.
-
-        :param count: the size of the leading dim, equal to the size of another dim of the run.
-        :raises LeadingDimsError: if the programs do not run with another count.
-        """
-        other_count = self._count(count + 1)
-        error = self._failure(other_count)
-        if error is None:
-            return
-        if self.run.leading != count and self._failure(count) is not None:
-            return  # these programs have leading dims at some sites only
-        raise LeadingDimsError(
-            f"the model or the guide runs with {count} {self.name.name}, the size of another dim, "
-            f"but not with {other_count}, so one dim may be mistaken for the other. "
-            f"{self.name.remedy} make it broadcast over leading dims: index from the right, as in "
-            f"means[..., group] instead of means[group]. The error was: {error}",
-            reason=f"{count} {self.name.name} are mistaken for another dim of this size",
-        ) from error
-
     def check(self, thorough: bool = True) -> None:
         """
         Check that a vectorized run has the densities of its particles run one by one.
@@ -260,24 +251,34 @@ class LeadingRun:
         try:
             self._check(1 + thorough)
         except ProgramError as error:
-            if isinstance(error, _BatchedError) and not self.ran:
-                raise not_vectorizable(self.name, 3, self.run.nesting, error) from error
+            if isinstance(error, _BatchedError):
+                if not self.ran:
+                    raise not_vectorizable(self.name, 3, self.run.nesting, error) from error
+                if same := self.run.outer_sizes & self.run.inner_sizes:
+                    raise self._mistaken(min(same), error) from error
             # The programs may need more particles, or fail in the step as well.
             raise NotComparedError(self.name, error) from error
         return None
 
+    def _mistaken(self, count: int, error: Exception) -> LeadingDimsError:
+        """
+        Return the error for programs that run only with as many particles as another dim has.
+
+        ``means[group]`` indexes particles instead of groups. The shapes fit by chance if the counts
+        are equal, but not with another count.
+        """
+        return self._error(
+            f"the model or the guide runs with {count} {self.name.name}, the size of another dim, "
+            f"but not with another number, so one dim may be mistaken for the other. The error "
+            f"was: {error}",
+            "make it broadcast over leading dims: index from the right, as in means[..., group] "
+            "instead of means[group]",
+            f"{count} {self.name.name} are mistaken for another dim of this size",
+        )
+
     def _count(self, least: int) -> int:
         """Return a number of particles that is not the size of another dim."""
         return next(n for n in itertools.count(least) if n not in self.run.inner_sizes)
-
-    def _failure(self, count: int) -> Exception | None:
-        """Return the error of the programs with ``count`` particles, if they fail."""
-        with probing(self.programs):
-            try:
-                self._batched(count)
-            except ProgramError as error:
-                return error
-        return None
 
     def _batched(self, count: int, values: Values | None = None) -> Probe:
         """Probe ``count`` particles, drawing their latents if ``values`` is None."""
@@ -352,14 +353,20 @@ class LeadingRun:
         ]
         singles = [entry.single(values) for entry in every[:tested]]
 
+        # The last particle is not changed.
+        unchanged = _Entry(every[-1].select, lambda _: singles[0])
+        entries = [*zip(every, singles, strict=False), (unchanged, singles[0])]
+        smooth = any(v.is_floating_point() for v in values.values())
+
         def compare(densities: Densities) -> None:
             self._check_values(densities, every, singles, values)
-            if any(v.is_floating_point() for v in values.values()):
-                try:
-                    return self._check_changes(densities, every, singles, changed(True), batched)
-                except ProgramError:
-                    pass  # programs that reject NaN
-            return self._check_changes(densities, every, singles, changed(False), batched, False)
+            key = _extra_change(densities, batched, entries, changed, smooth)
+            if key is not None:
+                raise self._mismatch_error(
+                    key,
+                    "has another log density, that of other particles or data, with a leading dim "
+                    "than without",
+                )
 
         try:
             compare(first.log_probs)
@@ -387,26 +394,6 @@ class LeadingRun:
                 key,
                 f"has another log density with a leading dim than at the same latents without"
                 f"{_in_sum(*pairs[0])}",
-            )
-
-    def _check_changes(
-        self,
-        before: Densities,
-        every: list[_Entry],
-        single: list[Densities],
-        changed: Values,
-        batched: Callable[[Values], Densities],
-        undefined: bool = True,
-    ) -> None:
-        """Check that changed latents change the same entries as in single runs, and no others."""
-        after = batched(changed)
-        entries = [(e, d, e.single(changed)) for e, d in zip(every, single, strict=False)]
-        entries.append((every[-1], single[0], single[0]))  # the last particle is not changed
-        for key in _extra_changes(before, after, entries, undefined):
-            raise self._mismatch_error(
-                key,
-                "has another log density, that of other particles or data, with a leading dim "
-                "than without",
             )
 
     def _check_draws(
@@ -571,13 +558,12 @@ def _compare_states(programs: Programs, run: Run) -> None:
         for key, densities in _mismatched(before, *pair).items():
             raise _state_mismatch(key, _in_sum(*densities))
     smooth = any(values[n].is_floating_point() for n in latents)
-    for undefined, half in itertools.product((True, False) if smooth else (False,), (True, False)):
-        where = {n: chosen if half else ~chosen for n, chosen in halves.items()}
-        changed = intervene(latents, values, other_values, where, undefined)
-        after = batched(changed)
-        compared = [(e, o, e.single(changed)) for e, o in zip(entries, singles, strict=True)]
-        for key in _extra_changes(before, after, compared, undefined):
-            raise _state_mismatch(key, "")
+    for chosen in halves, {n: ~half for n, half in halves.items()}:
+        change = partial(intervene, latents, values, other_values, chosen)
+        pairs = [*zip(entries, singles, strict=True)]
+        extra = _extra_change(before, batched, pairs, change, smooth)
+        if extra is not None:
+            raise _state_mismatch(extra, "")
 
 
 def _state(value: Tensor, at: int, nesting: int) -> Tensor:
@@ -614,10 +600,8 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
     :raises LeadingDimsError: as in :class:`LeadingRun`.
     """
     run = leading.run
-    for count in sorted(run.outer_sizes & run.inner_sizes):
-        leading.check_count(count)
     # The key is without the number of particles, because the comparison uses another number.
-    key = "compared", run.signature, run.sizes, leading.shared, leading.mode
+    key = "compared", run.signature, leading.shared, leading.mode
 
     def compare() -> None:
         try:
@@ -632,7 +616,7 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
 
 def compare_states(analysis: Analysis, programs: Programs, run: Run) -> None:
     """Check that a run whose states are summed has the densities of single states."""
-    key = "compared", "states", run.signature, run.sizes
+    key = "compared", "states", run.signature
     _once_of_many(analysis, key, lambda: check_states(programs, run), "states")
 
 

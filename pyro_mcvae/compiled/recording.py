@@ -266,9 +266,7 @@ class Surroundings:
         for value in self._before.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
             if isinstance(value, nn.Module):
-                # Scripted modules have no dict of them, and write only in place.
-                if isinstance(value._buffers, dict):
-                    spaces.append(value._buffers)
+                spaces.append(value._buffers)
                 buffers = [b for b in value._buffers.values() if b is not None]
                 self._buffers += [(b, b.detach().clone()) for b in buffers]
             self._spaces += [(type(value), space, dict(space)) for space in spaces]

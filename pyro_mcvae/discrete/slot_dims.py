@@ -441,7 +441,7 @@ class SlotSampler:
         """Return the random guide sites upstream of each factor, found once per structure."""
         if not slot_run.scored:
             return {}
-        key = "ancestors", slot_run.run.signature, slot_run.run.sizes
+        key = "ancestors", slot_run.run.signature
         analysis = self.sampler.analyses.of(programs)
         return analysis.compared(key, lambda: find_ancestors(programs, slot_run))
 

@@ -26,9 +26,9 @@ from pyro_mcvae.checks.faults import (
 )
 from pyro_mcvae.checks.masks import (
     check_unweighed,
+    masked_latents,
     masked_otherwise,
     with_priors,
-    without_prior,
 )
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
 from pyro_mcvae.ops.tensors import (
@@ -616,7 +616,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         with rewindable(True) as rewind:
             estimate = self.estimate(programs)
             run = estimate.runs[0] if estimate.runs else single_run(programs)
-            names = without_prior(programs, run)
+            masks = masked_latents(programs, run).unread
+            names = frozenset(n for n, guide_mask in masks.items() if guide_mask is None)
             before, model = analysis.before(_COUNTED, (names, None))
             if names and (model is None or names != before):
                 model = with_priors(programs.model, dict.fromkeys(names))

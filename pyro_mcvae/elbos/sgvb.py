@@ -229,7 +229,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         def find_separable() -> frozenset[str]:
             find = partial(separable_sites, programs, run)
             analysis = self.sampler.analyses.of(programs)
-            return analysis.cached(("closed", run.signature, run.sizes), find)
+            return analysis.cached(("closed", run.signature), find)
 
         closed = analytic_kl_sites(run, find_separable)
         return [

@@ -36,6 +36,7 @@ from pyro_mcvae.evaluation.options import (
     check_function,
     make_options,
     make_programs,
+    progress_bar,
 )
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
@@ -317,7 +318,8 @@ def compare(
     def new_svi(loss: Any, optim: PyroOptim) -> SVI:
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
 
-    with each_once(), restored(()):
+    with each_once(), restored(()), progress_bar(settings.progress, "comparing") as bar:
+        bar.total = (num_checks + 1) * len(pairs)
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
@@ -333,10 +335,12 @@ def compare(
                 with weights_of(programs, checks) as weights:
                     untrained = estimate(weights, check_particles)
                 trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
+                bar.update()
                 for turn in range(num_checks):
                     limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
                     _train(trained, svi, stream, data, *limits)
                     _check(trained, programs, checks)
+                    bar.update()
                 if not trained.failed:
                     trained.guide, trained.evidence = guide_and_chains(programs, settings)
                 comparison[name] = trained

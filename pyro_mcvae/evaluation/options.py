@@ -110,7 +110,7 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
 # The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
 
 
-def progress_bar(show: bool | None) -> Any:
+def progress_bar(show: bool | None, text: str) -> Any:
     """
     Return a progress bar whose total may grow.
 
@@ -120,7 +120,7 @@ def progress_bar(show: bool | None) -> Any:
 
     disable = None if show is None else not show
     delay = 0 if show else 2
-    return tqdm(desc="evaluating", total=0, leave=False, disable=disable, delay=delay)
+    return tqdm(desc=text, total=0, leave=False, disable=disable, delay=delay)
 
 
 class Counted:

@@ -16,13 +16,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
-from pyro_mcvae.checks.faults import check_angles, check_not_collapsed, check_trained
+from pyro_mcvae.checks.faults import check_angles, check_not_closed_form, check_trained
 from pyro_mcvae.checks.masks import (
     check_masks,
     check_unweighed,
-    count_masked,
-    masks_latents,
-    transported,
+    masked_latents,
+    with_priors,
 )
 from pyro_mcvae.coordinates.chain_density import (
     ChainDensity,
@@ -157,7 +156,7 @@ class ImportanceSampler:
     The model and guide run once. This *reference* run determines the weighted sites, and the
     minibatch (without ``joint`` also the global latents) of every chunk.
 
-    :ivar programs: the weighted model and guide; see :func:`count_masked`.
+    :ivar programs: the weighted model and guide; see :func:`masked_latents`.
     :param bar: a progress bar, from :func:`progress_bar`.
     :param annealing: chains instead of plain importance sampling.
     :ivar fixed_latents: latents with fixed values: point masses, and global latents drawn once.
@@ -179,7 +178,7 @@ class ImportanceSampler:
         with check_trained(programs.guide) as check:
             self.reference = self._sampler(1).sample(programs)
             check(self.reference.runs[0].guide_trace)
-        check_not_collapsed(self.reference.structure)
+        check_not_closed_form(self.reference.structure)
         run = self.reference.runs[0]
         points = find_points(programs, run)
         check_observed(run)
@@ -427,14 +426,12 @@ class ImportanceSampler:
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Count the same entries of each latent in model and guide, or raise an error."""
-        excluded = points
-        if masks_latents(self.reference.runs[0]):
-            sampler, subsamples = self._sampler(1), self.reference.subsamples
-            pair = self.reference.runs[0], sampler.single(self.programs, subsamples).runs[0]
-            excluded = points | transported(self.programs, *pair)
-            self.programs = count_masked(self.programs, *pair)
-            self.reference = sampler.single(self.programs, subsamples)
-        check_masks(self.reference.runs[0], excluded)
+        masked = masked_latents(self.programs, self.reference.runs[0])
+        if masked.unread:
+            model = with_priors(self.programs.model, masked.unread)
+            self.programs = replace(self.programs, model=model)
+            self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
+        check_masks(self.reference.runs[0], points | masked.transported)
         check_unweighed(self.programs, self.reference.runs[0], is_random)
         check_angles(self.reference.runs[0])
 
@@ -509,7 +506,7 @@ def weights_of(
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
         outside_inference_mode(programs) as programs,
-        progress_bar(options.progress) as bar,
+        progress_bar(options.progress, "evaluating") as bar,
         torch.no_grad(),
     ):
         yield ImportanceSampler(programs, options, bar, annealing)

@@ -203,7 +203,7 @@ class Runner:
         :param execution: an execution of the programs; its ``execute`` is not called.
         :raises LeadingDimsError: for programs that need a loop, if loops are rejected.
         """
-        mode = self.mode(execution.key) or self._choose(execution, self._single(execution))
+        mode = self.mode(execution.key) or self._choose(execution)
         return mode is not Mode.LOOPED
 
     def run_together(self, execution: Execution, count: int) -> Run | None:
@@ -229,8 +229,8 @@ class Runner:
         with rewindable(not self._has_run or self._is_new(execution)) as rewind:
             while True:
                 try:
-                    return self._attempt(execution, count, shared)
-                except _SharedSitesError as changed:
+                    return self._attempt(execution, self._layout(execution, count, shared))
+                except _RepeatError as changed:
                     if count is not None and attempt == _MAX_ATTEMPTS:
                         raise unstable_sharing(attempt, changed.names) from None
                     shared, attempt = changed.shared, attempt + 1
@@ -240,31 +240,70 @@ class Runner:
                 except LeadingDimsError as error:
                     rewind()  # one seed, one number
                     _restore(execution.subsamples, before)
-                    self._reselect(execution, count, error)
+                    looped = count is None or self.mode(execution.key) is Mode.LOOPED
+                    if looped or self._choose(execution, error) is Mode.LOOPED:
+                        raise
                     shared = execution.shared
 
-    def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
-        """Return a checked run, if it has the assumed shared sites."""
+    def _layout(self, execution: Execution, count: int | None, shared: GlobalSites) -> Layout:
+        """Return the layout of a run of ``count`` particles."""
         sums = bool(self._finding(execution.key, _SUMS)) and not execution.several
         if count is None and not execution.several and not sums:
-            run, checked = self._execute(execution, Layout(None, None, shared))
-        else:
-            run, checked = self._leading(execution, count, shared, sums)
+            return Layout(None, None, shared)
+        mode = Mode.BATCHED
+        if count is not None:
+            mode = self.mode(execution.key) or self._choose(execution)
+        return Layout(count, self._nesting(execution), shared, mode, sums)
+
+    def _attempt(self, execution: Execution, layout: Layout) -> Run:
+        """Return a checked run, if it has the assumed shared sites."""
+        shared = layout.shared
+        run, checked = self._execute(execution, layout)
         actual = shared if execution.find_shared is None else execution.find_shared(run)
         if actual != shared and (execution.depends or run.leading is not None):
-            # The wrong sites were drawn once for all particles: repeat the run.
-            raise _SharedSitesError(actual)
+            # The wrong sites were drawn once for all particles.
+            raise _RepeatError(actual)
         self._has_run = True
         final = self.without_auxiliary(execution.programs, run)
         if not checked:
             self._check_run(execution, final, shared)
         return final
 
-    def _reselect(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
-        """Choose another vectorization after an error, or raise the error."""
-        looped = count is None or self.mode(execution.key) is Mode.LOOPED
-        if looped or self._choose(execution, self._single(execution), error) is Mode.LOOPED:
-            raise error
+    def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
+        """Return a run, and whether one of its form was checked before."""
+        try:
+            run = execution.execute(layout)
+            checked = self._is_known(execution.key, run, layout.shared)
+            if not checked and execution.compared is None:
+                self._check_contract(execution, layout, run)
+            return run, checked
+        except (SiteError, LeadingDimsError, _RepeatError, _StopRecomputationError):
+            raise
+        except Exception as error:
+            if layout.nesting is None:
+                raise
+            raise self._cause(execution, layout, error) from error
+
+    def _cause(self, execution: Execution, layout: Layout, error: Exception) -> Exception:
+        """
+        Return the cause of an error of programs with leading dims.
+
+        :raises Exception: the programs' own error, if they also fail without leading dims. They do
+            so at the values of this step, if they have run at these sizes before.
+        """
+        actual = self._checked_run(execution.programs).nesting
+        self.check_nesting(actual)
+        if execution.nesting is None and self._is_open and actual != layout.nesting:
+            # The plates have changed since the last step.
+            self._keep(execution.key, _NESTING, actual)
+            return _RepeatError(layout.shared)
+        assert layout.nesting is not None
+        if layout.count is not None:
+            ran = self._finding(execution.key, _ran_key(self._single(execution), layout.count))
+            if ran or (ran is False and not torch.is_grad_enabled()):
+                raise error
+        name = ENUMERATED if layout.count is None and layout.sums else execution.name
+        return not_vectorizable(name, layout.count, layout.nesting, error)
 
     def check(
         self,
@@ -314,32 +353,6 @@ class Runner:
         analysis.put(_run_key(run, shared), True)
         analysis.put(_ran_key(run, run.leading), torch.is_grad_enabled())
 
-    def _leading(
-        self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
-    ) -> tuple[Run, bool]:
-        """Run with leading dims, again if the plates or the vectorization have changed."""
-        mode = Mode.BATCHED
-        if count is not None:
-            mode = self.mode(execution.key) or self._choose(execution, self._single(execution))
-        nesting = self._nesting(execution)
-        before = Minibatch(execution.subsamples)
-        while True:
-            try:
-                return self._execute(execution, Layout(count, nesting, shared, mode, sums))
-            except (SiteError, _SharedSitesError, _StopRecomputationError):
-                raise
-            except Exception as error:
-                nesting, mode = self._recover(execution, count, nesting, mode, error)
-            _restore(execution.subsamples, before)
-
-    def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
-        """Return a run, and whether one of its form was checked before."""
-        run = execution.execute(layout)
-        checked = self._is_known(execution.key, run, layout.shared)
-        if not checked and execution.compared is None:
-            self._check_contract(execution, layout, run)
-        return run, checked
-
     def _is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
         """Return whether a run of this form was checked before."""
         if is_recording():
@@ -367,42 +380,12 @@ class Runner:
         may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
         if may_sum and has_unsummed_states(run.guide_trace, run.model_trace):
             self._keep(execution.key, _SUMS, True)
-            raise _SharedSitesError(layout.shared)
+            raise _RepeatError(layout.shared)
         depth = self.declared_nesting
         if layout.nesting is not None:
             depth = layout.nesting + (layout.count is not None)
         leads = layout.count is not None and not execution.several
         self._check_pair(run, depth, leads)
-
-    def _recover(
-        self, execution: Execution, count: int | None, nesting: int, mode: Mode, error: Exception
-    ) -> tuple[int, Mode]:
-        """Return another nesting or vectorization after an error, or raise the cause."""
-        # The programs fail without particles too (the next line then raises their error), or their
-        # plates have changed since the last step, or this vectorization does not work. If it worked
-        # at these sizes before, the programs fail at the values of this step.
-        actual = self._checked_run(execution.programs).nesting
-        self.check_nesting(actual)
-        if execution.nesting is None and self._is_open and actual != nesting:
-            self._keep(execution.key, _NESTING, actual)
-            return actual, mode
-        sums = count is None and self._finding(execution.key, _SUMS)
-        name = ENUMERATED if sums else execution.name
-        cause = not_vectorizable(name, count, nesting, error)
-        if count is None:
-            raise cause from error
-        run = self._single(execution)
-        with_gradient = self._finding(execution.key, _ran_key(run, count))
-        if with_gradient or (with_gradient is False and not torch.is_grad_enabled()):
-            raise error
-        choice = self._choose(execution, run)
-        if choice is mode is not Mode.BATCHED:
-            # A few particles may run without gradients, but fail in a step: for example if batch
-            # statistics are written into a buffer.
-            choice = self._choose(execution, run, cause)
-        if choice is Mode.LOOPED or choice is mode:
-            raise cause from error
-        return nesting, choice
 
     def _nesting(self, execution: Execution) -> int:
         if execution.nesting is not None:
@@ -423,9 +406,7 @@ class Runner:
     def _keep(self, programs: Programs, key: tuple[str], value: object) -> None:
         self.analyses.of(programs).put(key, value)
 
-    def _choose(
-        self, execution: Execution, run: Run, error: LeadingDimsError | None = None
-    ) -> Mode:
+    def _choose(self, execution: Execution, error: LeadingDimsError | None = None) -> Mode:
         """
         Choose the fastest vectorization that has the densities of a loop.
 
@@ -433,11 +414,11 @@ class Runner:
         particles against each other need memory for the square of their number. The choice is kept
         until it fails for other sizes.
 
-        :param run: a run with the programs' plates and sizes.
         :param error: the error of the present vectorization, if any.
         :raises LeadingDimsError: if only a loop is correct, and loops are rejected.
         """
         programs, name, find = execution.key, execution.name, execution.find_shared
+        run = self._single(execution)
         analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
         # A fresh analysis first tries the choice of the last one.
@@ -492,8 +473,8 @@ class Runner:
         return checked_run(programs, self.strict_enumeration)
 
 
-class _SharedSitesError(Exception):
-    """The shared sites differ from the assumed ones, or enumerated sites have to be summed."""
+class _RepeatError(Exception):
+    """Other sites are shared, the plates have changed, or enumerated sites have to be summed."""
 
     def __init__(self, shared: GlobalSites) -> None:
         self.shared, self.names = shared, shared.guide | shared.model
@@ -521,7 +502,7 @@ def _run_key(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
 
 def _ran_key(run: Run, count: int | None) -> tuple[Hashable, ...]:
     """Return the key under which runs of several particles are known to work."""
-    return "run", run.signature, run.sizes, count
+    return "run", run.signature, count
 
 
 def _log_choice(

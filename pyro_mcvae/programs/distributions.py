@@ -24,8 +24,6 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
-from pyro_mcvae.ops.tensors import guard
-from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.sites import bare, elementwise, known_support, layers, tensors_of
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
 
@@ -374,35 +372,15 @@ def is_pushed_forward(fn: Distribution) -> bool:
 
 
 def _moved_by_transforms(fn: Distribution) -> bool:
-    base = fn.base_dist
-    if moves_support(base):
+    """Return whether a bounded image meets a transform with parameters; it may end at infinity."""
+    if moves_support(fn.base_dist):
         return True
-    bounded = not _is_real(known_support(base))
-    image: Constraint | None = known_support(base)
+    bounded = not _is_real(known_support(fn.base_dist))
     for transform in fn.transforms:
-        fills = image is not None and _fills(image, transform.domain)
-        # The ends of the whole domain go to infinity; those of a part of it do not.
-        opens = fills and _is_real(transform.codomain) and not _is_real(transform.domain)
-        if bounded and _may_learn(transform) and not (opens and is_elementary(transform)):
+        if bounded and _may_learn(transform):
             return True
-        bounded = not opens and (bounded or not _is_real(transform.codomain))
-        image = transform.codomain if fills else None
+        bounded = bounded or not _is_real(transform.codomain)
     return False
-
-
-def _fills(image: Constraint, domain: Constraint) -> bool:
-    """Return whether an image covers a transform's domain."""
-    image, domain = elementwise(image), elementwise(domain)
-    ends = [(vars(image).get(name), end) for name, end in vars(domain).items()]
-    return type(image) is type(domain) and all(_agree(*pair) for pair in ends)
-
-
-def _agree(end: Any, domain_end: Any) -> bool:
-    if end is domain_end or isinstance(domain_end, Tensor | list):
-        return end is domain_end
-    if not isinstance(end, Tensor):
-        return bool(end == domain_end)
-    return not is_mapped(end) and guard((end == domain_end).all())
 
 
 def _is_real(constraint: Constraint) -> bool:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import array
-import datetime
 import functools
 import gc
-import io
 import operator
-import os
 import random
 import sys
-import time
 from argparse import Namespace
-from collections import UserDict, UserList, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +20,6 @@ from types import (
     CodeType,
     FrameType,
     FunctionType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -39,21 +34,9 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 
-from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated, program_line
+from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated
 
 # The functions that a step executes: only values that they read can affect it.
-
-_CLOCKS = {getattr(time, name) for name in dir(time) if callable(getattr(time, name))}
-# Functions whose result depends on the time.
-_ENVIRONMENT = type(os.environ).__getitem__.__code__
-_OUTER = {
-    **dict.fromkeys(_CLOCKS, "reads the clock"),
-    datetime.datetime.now: "reads the clock",
-    datetime.datetime.utcnow: "reads the clock",
-    datetime.datetime.today: "reads the clock",
-    datetime.date.today: "reads the clock",
-    **dict.fromkeys((io.open, os.open), "reads a file"),
-}
 
 
 class ExecutedCode:
@@ -61,14 +44,10 @@ class ExecutedCode:
     The code of all functions that are called inside a ``with`` statement.
 
     :ivar codes: by id; None if another profiler is active.
-    :ivar variables: the environment variables that programs have read.
-    :ivar outer: reads of clocks and files, with their line, by the function that reads.
     """
 
     def __init__(self) -> None:
         self.codes: dict[int, CodeType] | None = {}
-        self.variables: set[str] = set()
-        self.outer: dict[int, str] = {}
         self._names: frozenset[str] | None = None
 
     def __enter__(self) -> ExecutedCode:
@@ -93,14 +72,8 @@ class ExecutedCode:
         if event == "call":
             assert self.codes is not None
             code = frame.f_code
-            if code is _ENVIRONMENT and any(not is_core(f.f_code) for f in _callers(frame, 3)):
-                self.variables.add(frame.f_locals["key"])
             if id(code) not in self.codes and not is_generated(frame):
                 self.codes[id(code)] = code
-        elif event == "c_call" and function in _OUTER and not is_core(frame.f_code):
-            name = getattr(function, "__name__", "")
-            why = f"{_OUTER[function]} ({name}) at {program_line(frame)}"
-            self.outer |= {id(f.f_code): why for f in (frame, *_callers(frame, 50))}
 
     def has(self, code: CodeType) -> bool:
         """Return whether a function was executed, or may have been."""
@@ -119,14 +92,6 @@ class ExecutedCode:
             codes = (code for code in (self.codes or {}).values() if is_core(code))
             self._names = frozenset(names_of(*codes))
         return self._names
-
-
-def _callers(frame: FrameType, count: int) -> Iterator[FrameType]:
-    """Yield the callers of a function, innermost first."""
-    caller = frame.f_back
-    while caller is not None and count:
-        yield caller
-        caller, count = caller.f_back, count - 1
 
 
 def names_of(*codes: CodeType, strings: bool = True) -> dict[str, None]:
@@ -168,11 +133,10 @@ _SHORT = 64
 _TOO_MANY = "too many to compare at each step"
 _MISSING = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_SIZED: Any = (*_CONTAINERS, UserDict, UserList, MappingProxyType)
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 # Types of attributes that may be replaced; not all of them are searched.
 _WATCHED = (
-    *(Tensor, nn.Module, ELBO, Distribution, Transform, *_SIZED, SimpleNamespace, Namespace),
+    *(Tensor, nn.Module, ELBO, Distribution, Transform, *_CONTAINERS, SimpleNamespace, Namespace),
     *(FunctionType, MethodType, functools.partial),
     *(type, BuiltinFunctionType, *_IMMUTABLE, *_GENERATORS),
 )
@@ -277,9 +241,6 @@ class Dependencies:
             if dependencies._named <= names:
                 break
             names |= dependencies._named  # functions are reached by attributes, named in functions
-        for name in sorted(executed.variables):
-            value = os.environ.get(name)
-            dependencies.entries.append(Entry(os.environ.get, name, value, f"the variable {name}"))
         return dependencies
 
     def changed(self) -> Entry | None:
@@ -307,7 +268,6 @@ class Dependencies:
             if not is_core(value.__code__):
                 self.functions.add(value.__code__)
                 self._named.update(names_of(value.__code__))
-                self._add_unsupported(self.executed.outer.get(id(value.__code__), ""))
         self._seen[id(value)] = value
         if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
             self._add_unsupported(
@@ -345,14 +305,13 @@ class Dependencies:
                     yield Entry(contents, cell, content, about)
             yield from self._attributes(value, value.__name__)
         elif isinstance(value, torch.jit.ScriptModule):
-            get = functools.partial(_attribute, value)
-            yield from (Entry(get, k, get(k), f"'{k}' of {name}") for k in _scripted(value))
+            self._add_unsupported(f"runs a scripted module, {name}: use the module itself")
         elif isinstance(value, nn.Module):
             for kind in ("parameters", "buffers", "modules"):
                 space = getattr(value, f"_{kind}")
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
                 yield from _named(space, f"'{{}}' of the {kind} of {name}")
-        elif isinstance(value, (*_CONTAINERS, MappingProxyType)):
+        elif isinstance(value, _CONTAINERS):
             yield from self._items(value, name)
         elif _is_array(value):
             yield from self._array(value, name)
@@ -367,8 +326,6 @@ class Dependencies:
         if isinstance(value, nn.Module | Messenger | ELBO) or is_of_the_user(value):
             yield from self._attributes(value, type(value).__name__)
             yield from self._class_attributes(value, type(value))
-        elif isinstance(value, UserDict | UserList):
-            yield from _named(vars(value), f"the {{}} of {name}")
         elif isinstance(value, type) and is_written(value):
             yield from self._class_attributes(value, value)
 
@@ -389,12 +346,11 @@ class Dependencies:
                 if not is_plain(entry):
                     yield Entry(_itself, entry, entry, f"an item of {name}")
         else:
-            if isinstance(value, dict | MappingProxyType):
+            if isinstance(value, dict):
                 yield Entry(tuple, value, tuple(value), f"the keys of {name}")
             elif not isinstance(value, tuple):
                 yield Entry(len, value, len(value), f"the length of {name}")
-            mapping = isinstance(value, dict | MappingProxyType)
-            pairs = value.items() if mapping else enumerate(value)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
             get = functools.partial(item, value)
             yield from (Entry(get, k, v, f"{name}[{k!r}]") for k, v in list(pairs))
 
@@ -421,7 +377,7 @@ class Dependencies:
 
     def _is_read(self, value: object, name: str) -> bool:
         large = isinstance(value, Iterator) or _is_array(value)
-        large |= isinstance(value, _SIZED) and len(value) > _SHORT
+        large |= isinstance(value, _CONTAINERS) and len(value) > _SHORT
         return _is_watched(value) and self._reads(name, large)
 
     def _reads(self, name: str, large: bool) -> bool:
@@ -544,15 +500,6 @@ def _named(
         yield Entry(space.get, key, space[key], name.format(key))
 
 
-def _scripted(value: torch.jit.ScriptModule) -> list[str]:
-    """Return the names of a scripted module's mode, tensors, attributes and submodules."""
-    members = [value.named_parameters, value.named_buffers]
-    names = [key for named in members for key, _ in named(recurse=False)]
-    children = [key for key, _ in value.named_children()]
-    attributes = getattr(getattr(value, "_concrete_type", None), "get_attributes", dict)
-    return list(dict.fromkeys(["training", *names, *attributes(), *children]))
-
-
 def _is_datum(value: object) -> bool:
     """Return whether a value is watched and not a method, whose globals are watched instead."""
     return _is_watched(value) and not isinstance(value, FunctionType | property)
@@ -577,7 +524,7 @@ def _content(value: Any) -> object:
 
 
 def _flat(value: Any) -> tuple[object, ...]:
-    if isinstance(value, dict | MappingProxyType):
+    if isinstance(value, dict):
         return tuple(part for pair in value.items() for part in pair)
     return tuple(value)
 

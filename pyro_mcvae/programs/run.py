@@ -35,7 +35,6 @@ from pyro_mcvae.programs.messengers import (
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.terms import (
     SiteForm,
-    SiteSizes,
     Term,
     guide_term,
     guide_terms,
@@ -43,7 +42,7 @@ from pyro_mcvae.programs.terms import (
     observed_terms,
     scored,
 )
-from pyro_mcvae.programs.types import Program, SiteChanges, SiteError
+from pyro_mcvae.programs.types import LEADING, Program, SiteChanges, SiteError
 from pyro_mcvae.programs.vmap import Mode
 
 # Runs guide and model, one after the other, on one minibatch.
@@ -304,9 +303,10 @@ class Run:
     @cached_property
     def signature(self) -> tuple[Hashable, ...]:
         """
-        Return the structure of the programs in this run: sites, plates, and which are subsampled.
+        Return the structure of the programs in this run: sites, plates, sizes, and minibatches.
 
-        Runs of one pair of programs with equal signatures have the same structure.
+        Runs of one pair of programs with equal signatures have the same structure, with and without
+        leading dims.
         """
         return tuple([form.structure for form in self.form])
 
@@ -315,11 +315,6 @@ class Run:
         """Return everything about the run's sites except their values."""
         return tuple([t.form for t in self.summands])
 
-    @cached_property
-    def sizes(self) -> tuple[SiteSizes, ...]:
-        """Return the sizes of the sites of the signature, without the leading dimension."""
-        return tuple([t.sizes for t in self.terms])
-
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
         """Return the shapes of the log densities."""
@@ -327,8 +322,11 @@ class Run:
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """Return the sizes of all dims of plates and events."""
-        return frozenset(n for sizes in self.sizes for part in sizes for n in part)
+        """Return the sizes of all dims of plates, events and enumerated sites."""
+        sites = [m.site for t in self.terms for m in (t, *t.members)]
+        plates = {f.size for s in sites for f in s["cond_indep_stack"] if f.name != LEADING}
+        events = {n for s in sites for n in getattr(s["fn"], "event_shape", ())}
+        return frozenset(plates | events).union(*(t.states for t in self.terms))
 
     @property
     def outer_sizes(self) -> frozenset[int]:

@@ -141,7 +141,7 @@ def _switched_off() -> ExitStack:
 # Masks around a site, around its event, or inside the event.
 
 # Wrappers whose density is a sum over entries, so that masks inside them remove entries.
-_SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
+_WRAPPERS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
 
 
 def counted_values(site: Site) -> Tensor | None:
@@ -154,28 +154,23 @@ def counted_values(site: Site) -> Tensor | None:
     :returns: a boolean tensor that broadcasts to the value's shape, with its last dims for the
         event; None without a mask.
     """
-    value = site["value"]  # None in a message that is not drawn yet
-    device = getattr(value, "device", None)
-    event_masks = [
-        _as_event(torch.as_tensor(mask, device=device), event_dim)
-        for mask, event_dim in _masks(site)
-        if mask is not None and mask is not True
-    ]
+    masks = [(_as_mask(site, mask), event_dim) for mask, event_dim in _masks(site)]
+    event_masks = [mask.reshape(mask.shape + (1,) * event_dim) for mask, event_dim in masks]
     return reduce(torch.logical_and, event_masks) if event_masks else None
 
 
 def hides_masks(fn: Distribution) -> bool:
     """Return whether a mask inside a transform or a mixture removes only part of the density."""
-    if isinstance(fn, _SUMS):
+    if isinstance(fn, _WRAPPERS):
         return hides_masks(fn.base_dist)
-    inside = [part for part in vars(fn).values() if _is_distribution(part)]
+    inside = [part for part in vars(fn).values() if isinstance(part, _DISTRIBUTION)]
     return any(isinstance(part, MaskedDistribution) or hides_masks(part) for part in inside)
 
 
 def is_flat(fn: Distribution) -> bool:
     """Return whether a distribution has ``.mask(False)``: only its support is used."""
     is_masked_out = isinstance(fn, MaskedDistribution) and fn._mask is False
-    return is_masked_out or (isinstance(fn, _SUMS) and is_flat(fn.base_dist))
+    return is_masked_out or (isinstance(fn, _WRAPPERS) and is_flat(fn.base_dist))
 
 
 def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
@@ -203,22 +198,31 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
     return fn.mask(counted)
 
 
-def _masks(site: Site) -> Iterator[tuple[bool | Tensor | None, int]]:
-    """Yield each mask with the number of event dims below it, the outermost first."""
-    fn = site["fn"]
-    yield site["mask"], fn.event_dim
-    while isinstance(fn, _SUMS):
-        if isinstance(fn, MaskedDistribution):
+def _masks(site: Site) -> Iterator[tuple[bool | Tensor, int]]:
+    """Yield each mask with the number of event dims below it, the outermost first; may be False."""
+    fn, mask = site["fn"], site["mask"]
+    if mask is not None and mask is not True:
+        yield mask, fn.event_dim
+    while isinstance(fn, _WRAPPERS):
+        if isinstance(fn, MaskedDistribution) and fn._mask is not True:
             yield fn._mask, fn.event_dim
         fn = fn.base_dist
 
 
-def _as_event(mask: Tensor, event_dim: int) -> Tensor:
-    return mask.reshape(mask.shape + (1,) * event_dim)
+def _as_mask(site: Site, mask: bool | Tensor) -> Tensor:
+    # A message that is not drawn yet has no value.
+    return torch.as_tensor(mask, device=getattr(site["value"], "device", None))
 
 
-def _is_distribution(value: object) -> bool:
-    return isinstance(value, torch.distributions.Distribution)
+def masks_of(site: Site) -> list[bool | Tensor]:
+    """Return the masks of a site and of its distribution, outermost first, but none in events."""
+    return [mask for mask, event_dim in _masks(site) if event_dim == site["fn"].event_dim]
+
+
+def masked_entries(site: Site) -> Tensor | None:
+    """Return the batch entries of a site that its masks leave in the density; None for all."""
+    masks = [_as_mask(site, mask) for mask in masks_of(site)]
+    return reduce(torch.logical_and, masks) if masks else None
 
 
 # Properties of one site of a Pyro trace: kind, plates, scale, log density.
@@ -246,10 +250,6 @@ def layers(fn: Distribution | None) -> Iterator[Distribution]:
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)
-
-
-_MASKABLE = (ExpandedDistribution, MaskedDistribution)
-_WRAPPERS = (torch.distributions.Independent, *_MASKABLE)
 
 
 def bare(fn: Distribution) -> Distribution:
@@ -364,26 +364,6 @@ def masked(site: Site, log_prob: Tensor) -> Tensor:
 def unscaled_masked(site: Site, log_prob: Tensor) -> Tensor:
     """Apply only the user's mask to a site's log density."""
     return scale_and_mask(log_prob, 1.0, site["mask"])
-
-
-def masks_of(site: Site) -> list[bool | Tensor]:
-    """Return the masks of a site and of its distribution, outermost first; may be False."""
-    masks, fn = [site["mask"]], site["fn"]
-    while isinstance(fn, _MASKABLE):
-        masks.append(getattr(fn, "_mask", None))
-        fn = fn.base_dist
-    return [m for m in masks if m is not None and m is not True]
-
-
-def masked_entries(site: Site) -> Tensor | None:
-    """Return the batch entries of a site that its masks leave in the density; None for all."""
-    masks = masks_of(site)
-    return _conjunction(masks, site["value"]) if masks else None
-
-
-def _conjunction(masks: list[bool | Tensor], value: Tensor | None) -> Tensor:
-    device = getattr(value, "device", None)  # no value in a message that is not drawn yet
-    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in masks))
 
 
 def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:

@@ -75,10 +75,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
+def _memory(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage().data_ptr(), tensor.dtype
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    if not _is_strided(a) or a.dtype != b.dtype:
-        return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if not _is_strided(a) or _memory(a) != _memory(b):
         return False
     (begin, end), (other_begin, other_end) = _span(a), _span(b)
     return begin < other_end and other_begin < end
@@ -89,34 +91,23 @@ def _rewritten(
 ) -> dict[int, Tensor]:
     """Copy the leaves that share memory with observed tensors, with the new values there."""
     copies: dict[int, Tensor] = {}
-    for group in _groups(leaves, [sites[name]["value"] for name in values]):
-        begin = min(_span(t)[0] for t in group)
-        end = max(_span(t)[1] for t in group)
+    observed = {name: sites[name]["value"] for name in values}
+    for memory in {_memory(old) for old in observed.values()}:
+        inside = [t for t in (*leaves, *observed.values()) if _memory(t) == memory]
+        begin = min(_span(t)[0] for t in inside)
+        end = max(_span(t)[1] for t in inside)
         # Copy the memory once, so that the copies are views of one tensor too.
-        flat = group[0].detach().as_strided((end - begin,), (1,), begin).clone()
-        for name, value in values.items():
-            old = sites[name]["value"]
-            if any(old is t for t in group):
+        flat = inside[0].detach().as_strided((end - begin,), (1,), begin).clone()
+
+        def view(like: Tensor, flat: Tensor = flat, begin: int = begin) -> Tensor:
+            return flat.as_strided(like.shape, like.stride(), like.storage_offset() - begin)
+
+        for name, old in observed.items():
+            if _memory(old) == memory:
                 _check_not_expanded(name, old, remedy)
-                place = flat.as_strided(old.shape, old.stride(), old.storage_offset() - begin)
-                place.copy_(value.reshape(old.shape))
-        for leaf in leaves:
-            if any(leaf is t for t in group):
-                copies[id(leaf)] = flat.as_strided(
-                    leaf.shape, leaf.stride(), leaf.storage_offset() - begin
-                )
+                view(old).copy_(values[name].reshape(old.shape))
+        copies |= {id(t): view(t) for t in inside}
     return copies
-
-
-def _groups(leaves: list[Tensor], observed: list[Tensor]) -> list[list[Tensor]]:
-    """Return groups of tensors that share memory with observed ones, directly or indirectly."""
-    groups: list[list[Tensor]] = []
-    for old in observed:
-        around = [leaf for leaf in leaves if _overlap(old, leaf)]
-        touching = [g for g in groups if any(_overlap(t, s) for t in [old, *around] for s in g)]
-        groups = [g for g in groups if not any(g is t for t in touching)]
-        groups.append([old, *around, *(t for g in touching for t in g)])
-    return groups
 
 
 # Indices along some dims of a tensor; empty for the whole tensor.

@@ -103,6 +103,7 @@ class SiteForm(NamedTuple):
     :ivar shapes: batch shape, event shape and shape of the log density.
     :ivar marks: its ``infer`` entries on enumeration and auxiliary variables.
     :ivar members: for a sum over enumerated sites: their forms.
+    :ivar states: for such a sum: the number of values of each of its enumerated sites.
     """
 
     key: FactorKey
@@ -113,29 +114,19 @@ class SiteForm(NamedTuple):
     shapes: tuple[Any, ...]
     marks: tuple[Hashable, ...]
     members: tuple[SiteForm, ...]
+    states: tuple[int, ...]
 
     @property
     def structure(self) -> Hashable:
         """
-        Return the part that does not depend on the number of data.
+        Return the part that is the same with and without leading dims.
 
-        It has the user's plates, and which of them are subsampled, but no sizes.
+        It has the user's plates with their sizes, and which of them are subsampled.
         """
-        frames = [CondIndepStackFrame(*f) for f in self.plates]
-        plates = tuple([(plate_key(f), is_subsampled(f)) for f in frames if f.name != LEADING])
-        members = tuple([m.structure for m in self.members])
-        return self.key, self.observed, self.draw, plates, members
-
-
-# The size of a site: its plates' sizes, and its event shape.
-SiteSizes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def site_sizes(site: Site) -> SiteSizes:
-    """Return the sizes of a site's plates, without the particles' plate, and its event shape."""
-    frames = site["cond_indep_stack"]
-    plates = tuple([f.size for f in frames if f.name != LEADING])
-    return plates, tuple(getattr(site["fn"], "event_shape", ()))
+        frames = [CondIndepStackFrame(*f) for f in self.plates if f[0] != LEADING]
+        plates = tuple([(plate_key(f), f.size, is_subsampled(f)) for f in frames])
+        inner = self.shapes[1], self.states, tuple([m.structure for m in self.members])
+        return self.key, self.observed, self.draw, plates, inner
 
 
 _MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim")
@@ -231,21 +222,18 @@ class Term:
         batch, event = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
         marks = tuple([site["infer"].get(mark) for mark in _MARKS])
         shapes, members = (batch, event, self.density.shape), tuple([t.form for t in self.members])
-        return SiteForm(self.key, observed, draw, plates, type(fn), shapes, marks, members)
+        inner = marks, members, self.states
+        return SiteForm(self.key, observed, draw, plates, type(fn), shapes, *inner)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Return the number of values of each enumerated site of a sum."""
+        return tuple([n for t in self.members for n in _num_states(t.site)])
 
     @property
     def sites(self) -> tuple[Term, ...]:
         """Return the factors of single sites: the summed ones, or the factor itself."""
         return self.members or (self,)
-
-    @cached_property
-    def sizes(self) -> SiteSizes:
-        """Return the size of the site; for a sum also its members' sizes and state counts."""
-        sizes = site_sizes(self.site)
-        if self.members:
-            inner = [n for t in self.members for part in t.sizes for n in part]
-            return sizes[0], (*inner, *(n for t in self.members for n in _num_states(t.site)))
-        return sizes
 
 
 def scored(trace: Trace) -> Iterator[Site]:

@@ -1,4 +1,4 @@
-"""Derive the structure of a model and guide: blocks, roots, collapsed and auxiliary sites."""
+"""Derive the structure of a model and guide: blocks, roots and auxiliary sites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support, reparameterized
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import FactorKey, PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.types import FactorKey, PlateKey, plate_frames, plate_key
 from pyro_mcvae.programs.vmap import particle_plates
 from pyro_mcvae.structure import provenance
 from pyro_mcvae.structure.blocks import (
@@ -29,54 +29,18 @@ from pyro_mcvae.structure.blocks import (
     weigh_together,
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
-from pyro_mcvae.structure.interventions import find_dependent_plates, find_shared_noise
-from pyro_mcvae.structure.provenance import Dependencies, dependencies_of
+from pyro_mcvae.structure.interventions import find_dependent_plates, has_shared_noise
+from pyro_mcvae.structure.provenance import dependencies_of
 
-# Guide sites on whose draws no data depend: the data depend on the guide's parameters instead.
+# Models that integrate a latent in closed form.
 
-
-def find_collapsed(
-    programs: Programs, run: Run, names: frozenset[str], deps: Dependencies | None = None
-) -> tuple[str, str] | None:
-    """
-    Find a guide site on which no data depend, and an observed site that has its parameters.
-
-    :param names: the guide's random sites.
-    :param deps: their dependencies, if already traced.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # programs that cannot be tracked have no result
-        traced = deps or dependencies_of(programs, names, run)
-    observed = {
-        t.key
-        for t in run.terms
-        if not t.in_guide and any(factor.site["is_observed"] for factor in t.sites)
-    }
-    unread = names - _reaching(traced, observed)
-    if not unread:
-        return None
-    parameters = {n: traced.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
-    # Parameters that also belong to sites on which data depend do not count: common networks, tied
-    # weights.
-    used = frozenset().union(*(parameters[n] for n in names - unread))
-    for key in observed:
-        for name in sorted(unread):
-            if (parameters[name] - used) & traced.parameters.get(key, frozenset()):
-                return name, key.name
-    return None
+_CLOSED_FORM = "pyro.contrib.gp.models.vgp", "pyro.contrib.gp.models.vsgp"
 
 
-def _reaching(traced: Dependencies, observed: set[FactorKey]) -> set[str]:
-    """Return the draws that data depend on, directly or through others in the model."""
-    factors: Mapping[FactorKey, frozenset[str]] = traced.factors
-    reached = {name for key in observed for name in factors.get(key, frozenset())}
-    before = -1
-    while len(reached) != before:
-        before = len(reached)
-        for parents in factors.values():
-            if parents & reached:
-                reached |= parents
-    return reached
+def closed_form_process(programs: Programs) -> str | None:
+    """Return the class of a Gaussian process whose data depend on its guide's parameters alone."""
+    classes = (c for owner in programs.owners for c in type(owner).__mro__)
+    return next((c.__name__ for c in classes if c.__module__ in _CLOSED_FORM), None)
 
 
 # Auxiliary draws of a guide, and whether their density belongs to the model's latents.
@@ -165,7 +129,7 @@ class StructureFinder:
     def of(self, programs: Programs, run: Run) -> Structure:
         """Return the blocks of the programs that made this run."""
         scored = tuple([isinstance(t.score, Tensor) for t in run.terms])
-        key = "structure", self.joint, self.find_roots, scored, run.signature, run.sizes
+        key = "structure", self.joint, self.find_roots, scored, run.signature
         analysis = self.analyses.of(programs)
         return analysis.compared(key, lambda: self._derive(programs, run))
 
@@ -182,9 +146,7 @@ class StructureFinder:
         names = frozenset(order)
         latent_frames = {n: frames[FactorKey("guide", n)] for n in order}
         coupled = {} if self.joint else self._coupled(programs, run)
-        frames = _without_coupled(frames, coupled)
-        noise = {} if self.joint else find_shared_noise(programs, run)
-        declared, frames = frames, _without_coupled(frames, noise)
+        declared, frames = frames, _without_coupled(frames, coupled)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         trace = not self.joint and needs_dependencies(factors, names)
         masked_by: dict[str, frozenset[str]] = {}
@@ -200,17 +162,13 @@ class StructureFinder:
             }
         factors = _with_iterations(factors, coupled, latent_frames)
         structure = derive_structure(factors, order, self.joint)
-        shared = {f for key in noise for f in declared[key] - frames[key]}
-        if any(map(is_subsampled, shared)) or (set(noise) & structure.outside):
+        if not self.joint and has_shared_noise(programs, run):
             # Each particle has different untraced draws, so they are not global latents.
             structure = weigh_together(declared)
         block_of = dict(structure.block_of)
         for t in run.terms:
             # Particles share either all or none of the sites of a sum.
             block_of.update(dict.fromkeys((m.key for m in t.members), block_of[t.key]))
-        # A model may integrate a latent outside plates in closed form, for all data together.
-        unplated = frozenset(n for n in names if not frames[FactorKey("guide", n)])
-        collapsed = find_collapsed(programs, run, names, traced) if unplated else None
         return replace(
             structure,
             block_of=block_of,
@@ -218,12 +176,12 @@ class StructureFinder:
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
-            collapsed=collapsed,
+            closed_form=closed_form_process(programs),
         )
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
         """Find, for each factor, the plates in which it depends on latents of other elements."""
-        analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
+        analysis, key = self.analyses.of(programs), ("plates", run.signature)
         links = analysis.cached(key, lambda: self._dependent_plates(programs, run, analysis, key))
         sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
         return links | {key: _NONE.union(*parts) for key, parts in sums.items() if any(parts)}

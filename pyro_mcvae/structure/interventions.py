@@ -12,25 +12,29 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
-import pyro
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.contract import nesting_of
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading
 from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probe_model, probing
 from pyro_mcvae.programs.run import Programs, Run, is_messenger
-from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
+from pyro_mcvae.programs.sites import (
+    changed_draw,
+    elementwise,
+    is_delta,
+    is_random,
+    is_record,
+    known_support,
+)
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
-from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.provenance import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
@@ -50,13 +54,6 @@ def separating_subsets(size: int) -> Iterator[Tensor]:
     for element, code in enumerate(codes):
         member[list(code), element] = True
     yield from member
-
-
-def random_halves(size: int) -> Iterator[Tensor]:
-    """Yield a random half of ``range(size)`` and the other half, of at least one element each."""
-    half = random_half((size,))
-    yield half
-    yield ~half
 
 
 def random_half(shape: tuple[int, ...]) -> Tensor:
@@ -87,9 +84,7 @@ def reseeded() -> Iterator[None]:
 
 def other_value(site: Site) -> Tensor:
     """Return another value for each element: a second draw, or the next discrete value."""
-    value, support = site["value"], known_support(site["fn"])
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
+    value, support = site["value"], elementwise(known_support(site["fn"]))
     if support is constraints.boolean:
         return value.logical_not().to(value.dtype)
     if support is constraints.one_hot:
@@ -163,52 +158,30 @@ def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
 
 
 class _Untraced(Messenger):
-    """Records untraced draws, with their plates."""
+    """Records the plates of untraced draws."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.frames: dict[str, frozenset[CondIndepStackFrame]] = {}
+        self.frames: list[frozenset[CondIndepStackFrame]] = []
 
     def _pyro_post_sample(self, msg: Message) -> None:
         if msg["infer"].get("_do_not_trace") and is_random(msg):
-            self.frames[msg["name"]] = plate_frames(msg)
+            self.frames.append(plate_frames(msg))
 
 
-def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+def has_shared_noise(programs: Programs, run: Run) -> bool:
     """
-    Find, for each factor that depends on an untraced draw, the plates whose elements share it.
+    Return whether elements of a plate share an untraced draw, as with ``ConjugateReparam``.
 
-    :param run: a run of the programs; if no computed value is scored, the result is empty.
+    :param run: a run of the programs; if no computed value is scored, there is no such draw.
     """
-    if not any(_is_computed(t.site) for t in run.terms if not t.in_guide):
-        return {}
-    try:
-        return programs.cached(("noise", run.signature), lambda: _find_shared_noise(programs, run))
-    except ProgramError:
-        return {}
-
-
-def _is_computed(site: Site) -> bool:
-    return bool(site["is_observed"] and is_delta(site["fn"]) and not is_record(site))
-
-
-def _find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-    with probing(programs), _Untraced() as noise:
-        first = probe(programs, run.subsamples)
-    if not noise.frames:
-        return {}
-    latents = {n: s["value"] for n, s in first.guide_trace.nodes.items() if is_random(s)}
-    # The same latents and another stream of random numbers: only the untraced draws differ.
-    with probing(programs):
-        pyro.set_rng_seed(int(torch.randint(2**31, ())))  # normals of the old stream are cached
-        second = probe(programs, first.subsamples, latents)
-    around: frozenset[CondIndepStackFrame] = frozenset.intersection(*noise.frames.values())
-    before, after = first.log_probs, second.log_probs
-    return {
-        key: frozenset(plate_key(f) for f in plate_frames(first.terms[key].site) - around)
-        for key, old in before.items()
-        if key.program == "model" and key in after and not torch.equal(old, after[key])
-    }
+    sites = [t.site for t in run.terms if not t.in_guide]
+    if not any(s["is_observed"] and is_delta(s["fn"]) and not is_record(s) for s in sites):
+        return False
+    with probing(programs), _Untraced() as noise, suppress(ProgramError):
+        probe(programs, run.subsamples)
+    plates = frozenset().union(*map(plate_frames, sites))
+    return not all(plates <= frames for frames in noise.frames)
 
 
 # Plates whose elements depend on each other's latents, by factor.
@@ -255,7 +228,7 @@ def find_dependent_plates(
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
     with reseeded():
         other_values = {n: other_value(s) for n, s in latents.items()}
-        halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
+        halves = [_Subset(p, random_half((p[0].size,))) for p in _plates(latents)]
     if not halves:
         return DependentPlates({}, [])
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
@@ -263,14 +236,14 @@ def find_dependent_plates(
     experiment = _Experiment(programs, first, other_values, bool(reads), leading, drawn)
     links = _plates_of_reads(first, latents, reads)
     reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
-    for plate, pair in halves:
-        both = [_Subset(plate, s) for s in pair]
+    for half in halves:
         if thorough:
-            experiment.run(links, [_Subset(plate, s) for s in separating_subsets(plate[0].size)])
+            subsets = separating_subsets(half.frames[0].size)
+            experiment.run(links, [half._replace(chosen=s) for s in subsets])
             # NaN hides behind comparisons.
-            experiment.run(links, both, undefined=False)
+            experiment.run(links, [half, half._replace(chosen=~half.chosen)], undefined=False)
         else:
-            experiment.run(links, both[:1])
+            experiment.run(links, [half])
     return DependentPlates(links, reads)
 
 
@@ -344,17 +317,6 @@ def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read
     return links
 
 
-# Above this number of subsets, and up to this total size, runs with one row for each subset are
-# faster.
-_FEW, _MAX_SIZE = 5, 2**16
-_NOTHING = torch.zeros((), dtype=torch.bool)
-
-
-def _at_depth(mask: Tensor, depth: int) -> Tensor:
-    """Add dims on the left of a mask: ``[*plates]``."""
-    return mask.reshape((1,) * (depth - mask.dim()) + mask.shape)
-
-
 class _Experiment:
     """
     Runs of a model and guide at changed latents, compared with a run at the original ones.
@@ -406,72 +368,21 @@ class _Experiment:
 
     def _add(self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
         with perturbed(self._programs) if generic else nullcontext():
-            self._add_links(links, subsets, undefined, generic)
+            for subset in subsets:
+                self._add_subset(links, subset, undefined, generic)
 
-    def _add_links(
-        self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool
-    ) -> None:
-        if self._all_separate(subsets, undefined):
-            return
-        before = self._baseline(generic)
-        for subset in subsets:
-            where = subset.where(self._latents, self._values)
-            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
-            after = self._terms(moved)
-            for key, term in before.items():
-                old = term.log_prob.detach()
-                new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
-                hit = subset.outside(term, differing(old, new, undefined))
-                if hit and self._is_unstable(key, generic):
-                    hit = old.shape == new.shape and subset.outside(term, old.isnan() ^ new.isnan())
-                if hit:
-                    links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
-
-    def _all_separate(self, subsets: list[_Subset], undefined: bool) -> bool:
-        """
-        Return whether no subset affects elements outside it, from two runs for all subsets.
-
-        The changes of each subset are in one row of a leading dim, and those of its complement in
-        a second run. Each entry is changed in one of these runs, and a value that is read from
-        another row has the changes of that row. So if each row changes in its own subset only, no
-        element affects another one. Otherwise these runs are inconclusive.
-        """
-        first, rows = self._first, len(subsets)
-        nesting = nesting_of(first.guide_trace, first.model_trace)
-        size = sum(t.site["value"].numel() for t in first.terms.values())
-        # Slots have a separate leading dim.
-        dims = [v.dim() - self._latents[name]["fn"].event_dim for name, v in self._values.items()]
-        has_slots = max(dims) > nesting or self._leading() != ALONE
-        if has_slots or rows < _FEW or rows * size > _MAX_SIZE:
-            return False
-        leading = particle_plates(Mode.BATCHED, rows, -nesting - 1, (frozenset(), frozenset()))
-
-        def densities(chosen: list[_Subset]) -> dict[FactorKey, Tensor]:
-            masks = [subset.where(self._latents, self._values) for subset in chosen]
-            where = {
-                name: torch.stack([_at_depth(mask.get(name, _NOTHING), nesting) for mask in masks])
-                for name in self._latents
-            }
-            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
-            terms = self._terms(moved, leading)
-            return {key: t.log_prob.detach() for key, t in terms.items()}
-
-        try:
-            before = densities([s._replace(chosen=s.chosen & False) for s in subsets])
-            for chosen in subsets, [s._replace(chosen=~s.chosen) for s in subsets]:
-                after = densities(chosen)
-                for key, old in before.items():
-                    new, term = after.get(key), first.terms.get(key)
-                    if new is None or term is None or new.shape != old.shape:
-                        return False
-                    changed = differing(old, new, undefined)
-                    if old.dim() <= nesting or any(
-                        s.outside(term, row) for s, row in zip(chosen, changed, strict=True)
-                    ):
-                        return False
-        except (ProgramError, RuntimeError):
-            return False  # programs or shapes that need single runs
-        return True
+    def _add_subset(self, links: Links, subset: _Subset, undefined: bool, generic: bool) -> None:
+        where = subset.where(self._latents, self._values)
+        moved = intervene(self._latents, self._values, self._other_values, where, undefined)
+        before, after = self._baseline(generic), self._terms(moved)
+        for key, term in before.items():
+            old = term.log_prob.detach()
+            new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
+            hit = subset.outside(term, differing(old, new, undefined))
+            if hit and self._is_unstable(key, generic):
+                hit = old.shape == new.shape and subset.outside(term, old.isnan() ^ new.isnan())
+            if hit:
+                links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
 
     def _tested(self, terms: Mapping[FactorKey, Term]) -> dict[FactorKey, Term]:
         """Return the tested factors: with a single latent, only the model's."""
@@ -493,10 +404,10 @@ class _Experiment:
             )
         return key in self._unstable[generic]
 
-    def _terms(self, values: Values, leading: Leading | None = None) -> dict[FactorKey, Term]:
+    def _terms(self, values: Values) -> dict[FactorKey, Term]:
         """Return the tested factors at some latents."""
         with probing(self._programs):
-            leading = leading or self._leading()
+            leading = self._leading()
             if self._guide is None:
                 terms = probe(self._programs, self._subsamples, values, leading=leading).terms
             else:

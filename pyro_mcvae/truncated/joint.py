@@ -386,7 +386,7 @@ class JointRuns:
         run = self._sampler.runner.run_together(execution, count)
         if run is not None:
             runs = [run]
-            structure = runs[0].signature, runs[0].sizes
+            structure = runs[0].signature
             if self._cached is not None and structure == self._cached_structure:
                 return self._cached.with_runs(runs)
         else:

@@ -156,7 +156,7 @@ def evaluated(case: Specialization, seed: int, num_particles: int) -> dict[str, 
     """One verdict."""
     model, guide, exact, _ = case
     began = time.process_time()
-    result = report(model, guide, num_particles=num_particles, seed=seed)
+    result = report(model, guide, num_particles=num_particles, seed=seed, progress=False)
     seconds = time.process_time() - began
     plain, evidence = result.guide, result.evidence
     error = float(evidence.total - exact)

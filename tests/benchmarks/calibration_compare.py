@@ -57,7 +57,7 @@ def regression(prior: float, factor: float, full: bool = False) -> tuple[object,
 def models(first: tuple, second: tuple) -> Callable[[int], Row]:
     def evaluated(seed: int) -> Row:
         pairs = {"a": first[:2], "b": second[:2]}
-        result = compare_models(pairs, num_particles=1000, seed=seed)
+        result = compare_models(pairs, num_particles=1000, seed=seed, progress=False)
         exact = float(first[2] - second[2])
         value, error = result.difference("a", "b")
         sure = len(result.best) == 1
@@ -107,7 +107,7 @@ def learned(make: Callable[[], Learned]) -> Callable[[int], Row]:
         test = case.draw(case.num_test) if case.population else train
         losses = {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(10)}
         adam = pyro.optim.Adam({"lr": 0.03})
-        options = {"num_steps": 100, "num_checks": 1, "seed": seed}
+        options = {"num_steps": 100, "num_checks": 1, "seed": seed, "progress": False}
         result = compare(
             case.model, case.guide, test, losses=losses, optim=adam, batches=[train], **options
         )

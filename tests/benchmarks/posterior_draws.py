@@ -159,7 +159,7 @@ def by_refine(name: str, length: Length, seed: int) -> Iterator[Found]:
     def drawn(method: str, guide: Any, before: float, cost: int, **options: Any) -> Found:
         pyro.set_rng_seed(seed)
         start = time.process_time()
-        options = {"joint": True, **options}
+        options = {"joint": True, "progress": False, **options}
         draws = refine(model, guide, num_samples=length.draws, **options)
         seconds = time.process_time() - start
         gradients = cost * length.draws * options["num_particles"]

@@ -258,7 +258,7 @@ def test_masks_inside_of_an_event_are_those_around_it(way, guide_way):
     """By draws, or by chains in turn."""
     model, exact = paired(way)
     by_chains = guide_way in ("none", "inside")
-    options = {"num_particles": 50, "schedule": 2} if by_chains else {"num_particles": 4000}
+    options = {"num_particles": 50, "schedule": 8} if by_chains else {"num_particles": 4000}
     result = log_evidence(model, lambda: paired_guide(guide_way), **options)
     assert_near(result, exact)
 

@@ -4,7 +4,6 @@ import ctypes
 import logging
 import random
 import re
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -337,15 +336,6 @@ def large_table() -> Callable[..., None]:
     return model
 
 
-def clock(x: Tensor) -> None:
-    normal_model(x, loc=0.0 * time.monotonic())
-
-
-def file(x: Tensor) -> None:
-    with open(__file__) as lines:
-        normal_model(x, loc=0.1 * len(lines.readline()))
-
-
 def masked(x: Tensor) -> None:
     normal_model(x, loc=x[x > 0].sum())
 
@@ -412,8 +402,6 @@ REFUSED = {
         large_table,
         "'table', which model closes over, of 20000 items: too many",
     ),
-    "clock": (lambda: clock, r"reads the clock \(monotonic\) at .*test_changes.py"),
-    "file": (lambda: file, r"reads a file \(open\) at .*test_changes.py"),
     "generator": (own_generator, r"draws from a generator of its own.* at .*test_changes.py"),
     "too many": (many, "reads more than 16[0-9]* values"),
     "index": (lambda: masked, r"\(index\) at .*test_changes.py"),

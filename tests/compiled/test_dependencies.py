@@ -1,12 +1,11 @@
 """What programs see besides their arguments is watched, wherever they keep it."""
 
-import os
 import sys
 from array import array
-from collections import OrderedDict, UserDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -156,11 +155,6 @@ def _of_a_function() -> Any:
     return get, lambda value: setattr(get, "width", value)
 
 
-def _of_a_scripted_module() -> Any:
-    held = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.Dropout(1.0)))
-    return lambda: 1.0 + held(torch.ones(1)).square(), lambda value: held.train(value == 1)
-
-
 def _read_by(read: Callable[[Tensor], Any]) -> Callable[[], Any]:
     def made() -> Any:
         held = torch.tensor(1)
@@ -184,12 +178,6 @@ def _of_an_array(read: Callable[[Any], Any], dtype: Any = np.float64) -> Callabl
         return lambda: read(held), held.fill
 
     return made
-
-
-def _of_a_proxy() -> Any:
-    held = {"width": 1.0}
-    seen = MappingProxyType(held)
-    return lambda: seen["width"], lambda value: held.update(width=value)
 
 
 def _of_the_order() -> Any:
@@ -221,15 +209,6 @@ def _of_a_long_chain() -> Any:
 def _of_a_computed_name() -> Any:
     held = Data()
     return lambda: getattr(held, "width "[:5]), lambda value: setattr(held, "width", value)
-
-
-def _of_the_environment() -> Any:
-    os.environ["TEST_WIDTH"] = "1"
-
-    def put(value: float) -> None:
-        os.environ["TEST_WIDTH"] = str(value)
-
-    return lambda: float(os.environ["TEST_WIDTH"]), put
 
 
 def _of_a_module_that_grows() -> Any:
@@ -264,8 +243,6 @@ PLACES: dict[str, Callable[[], Any]] = {
     "list of 500": _at([1.0] * 500, 400),
     "deque of 100": _at(deque([1.0] * 100), 50),
     "list in a dict in a list": _at([{"a": [1.0] * 100}], 99, lambda held: held[0]["a"]),
-    "user's mapping": _at(UserDict(width=1.0), "width"),
-    "mapping proxy": _of_a_proxy,
     "order of a dict": _of_the_order,
     "array of Python": _at(array("d", [1.0]), 0),
     "array in place": _of_an_array(lambda held: float(held[0])),
@@ -274,7 +251,6 @@ PLACES: dict[str, Callable[[], Any]] = {
     "array of objects": _of_an_array(lambda held: float(held[0]), object),
     "chain of 30 objects": _of_a_long_chain,
     "name that is computed": _of_a_computed_name,
-    "environment": _of_the_environment,
     "module that grows": _of_a_module_that_grows,
     "list of 80 tensors": _of_many_tensors,
     "method of a class": _of_a_method(of_the_class=True),
@@ -302,7 +278,6 @@ PLACES: dict[str, Callable[[], Any]] = {
     "mode of a module that an object holds": _of_a_module_that_an_object_holds,
     "keyword-only default": _of_a_keyword,
     "attribute of a function": _of_a_function,
-    "mode of a scripted module": _of_a_scripted_module,
     "through a property": lambda: _of_another_class("property"),
     "through a classmethod": lambda: _of_another_class("classmethod"),
 }

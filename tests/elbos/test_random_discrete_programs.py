@@ -49,7 +49,7 @@ def test_at_the_posterior_every_draw_is_the_evidence(seed, looped):
     model, guide, exact = program(seed).looped(seed) if looped else program(seed)
     for name, objective in OBJECTIVES.items():
         assert -objective().loss_and_grads(model, guide) == pytest.approx(exact, rel=1e-8), name
-    result = log_evidence(model, guide, num_particles=4)
+    result = log_evidence(model, guide, num_particles=4, progress=False)
     assert result.total.item() == pytest.approx(exact, rel=1e-8)
 
 
@@ -63,7 +63,7 @@ def test_what_the_model_enumerates_is_the_evidence(seed):
 
     for name in ENUMERATING:
         assert -OBJECTIVES[name]().loss(model, guide) == pytest.approx(exact, rel=1e-8), name
-    result = log_evidence(model, guide, num_particles=4)
+    result = log_evidence(model, guide, num_particles=4, progress=False)
     assert result.total.item() == pytest.approx(exact, rel=1e-8)
 
 

@@ -71,7 +71,7 @@ def test_on_minibatches_at_the_posterior_every_draw_is_the_scaled_evidence(seed,
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_judge_and_an_auto_guide_at_the_posterior(seed):
     model, guide, exact = program(seed)
-    result = log_evidence(model, guide, num_particles=4)
+    result = log_evidence(model, guide, num_particles=4, progress=False)
     assert result.total.item() == pytest.approx(exact, rel=1e-8)
     auto = AutoMultivariateNormal(model)
     auto()

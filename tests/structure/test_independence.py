@@ -18,6 +18,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure.interventions import find_dependent_plates
+from tests.structure.pairs import coupled_pair
 
 X = (3.0, 3.5, 2.5, 4.0)
 
@@ -147,80 +148,17 @@ def test_which_plate_is_coupled(drawn, combine, plates):
     assert result == ({("model", "x"): plates} if plates else {})
 
 
-@pytest.mark.parametrize("size", [9, 40])
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda z: z[0],
-        lambda z: z[-1],
-        lambda z: z[2],
-        lambda z: z.flatten()[3],
-        lambda z: z.flatten()[-2],
-        lambda z: z[..., 3:4],
-        lambda z: z.mean(0),
-        lambda z: z.sum(),
-        lambda z: z.flip(0),
-        lambda z: z.roll(1, 0),
-        lambda z: z.cumsum(0),
-        lambda z: z.sort(0).values,
-        lambda z: torch.cat([z[..., :2].flip(-1), z[..., 2:]], -1),
-        lambda z: z.t().flip(0) if z.dim() > 1 else z.flip(0),
-    ],
-)
-def test_one_run_for_all_subsets_does_not_hide_what_programs_do_with_its_rows(combine, size):
-    # The coefficient is zero, so only NaN shows that elements depend on each other.
-    coefficient = torch.zeros(())
-
-    def model():
-        with pyro.plate("data", size):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            loc = z + coefficient * combine(z)
-            pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.zeros(size))
-
-    def guide():
-        with pyro.plate("data", size):
-            pyro.sample("z", dist.Normal(torch.zeros(size), 1.0))
-
-    assert coupled(model, guide) == {("model", "x"): {"data"}}
-
-
-@pytest.mark.parametrize("make", [TraceRaoBlackwell_ELBO, lambda: TraceSIS_ELBO(2)])
-def test_the_values_of_slots_have_rows_already(make):
-    probs = torch.arange(1.0, 91.0).reshape(30, 3).requires_grad_()
-
-    def model():
-        with pyro.plate("data", 30):
-            z = pyro.sample("z", dist.OneHotCategorical(torch.ones(3)))
-            u = pyro.sample("u", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z.argmax(-1) + u, 1.0), obs=torch.zeros(30))
-
-    def guide():
-        with pyro.plate("data", 30):
-            pyro.sample("z", dist.OneHotCategorical(probs))
-            pyro.sample("u", dist.Normal(torch.zeros(30), 1.0))
-
-    elbo = make()
-    for _ in range(2):
-        assert math.isfinite(elbo.loss(model, guide))
-    assert elbo.bounds(model, guide).plates == ("data",)
-
-
 def test_many_elements_cost_few_runs():
     runs = []
 
-    def model():
+    def count(z):
         runs.append(None)
-        with pyro.plate("data", 500):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(500))
+        return z
 
-    def guide():
-        with pyro.plate("data", 500):
-            pyro.sample("z", dist.Normal(torch.zeros(500), 1.0))
-
-    assert coupled(model, guide) == {}
-    # One of both programs; three with all subsets in rows, and three at generic parameters.
-    assert len(runs) == 7
+    assert coupled(*coupled_pair(count, 500)) == {}
+    # One of both programs, a baseline and one for each of 12 subsets that separate all pairs; and a
+    # baseline and two halves at generic parameters.
+    assert len(runs) == 17
 
 
 def test_the_other_plates_keep_their_weights():
@@ -270,17 +208,8 @@ def test_batch_statistics_and_dropout_do_not_count_and_do_not_change():
 
 
 def test_elements_that_meet_beside_noise_of_the_program_are_seen():
-    def noisy():
-        with pyro.plate("data", 5):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            loc = z.cumsum(-1) + torch.rand(())
-            pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.zeros(5))
-
-    def noisy_guide():
-        with pyro.plate("data", 5):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    assert coupled(noisy, noisy_guide) == {("model", "x"): {"data"}}
+    pair = coupled_pair(lambda z: z.cumsum(-1) + torch.rand(()), 5)
+    assert coupled(*pair) == {("model", "x"): {"data"}}
 
 
 def counts():
@@ -334,18 +263,7 @@ def test_the_score_of_one_element_multiplies_the_costs_of_others(make):
 def test_noise_of_another_generator_is_no_coupling():
     """Data that a program augments again in each run differ at the same latents, too."""
     other = torch.Generator().manual_seed(0)
-
-    def model():
-        with pyro.plate("data", 4):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            noise = torch.randn(4, generator=other)
-            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(X) + noise)
-
-    def guide():
-        with pyro.plate("data", 4):
-            pyro.sample("z", dist.Normal(1.0, 0.5))
-
-    assert find_dependent_plates(Programs(model, guide, (), {}), {}).plates == {}
+    assert coupled(*coupled_pair(lambda z: z + torch.randn(4, generator=other))) == {}
 
 
 @pytest.mark.parametrize("relaxed", ["bernoulli", "categorical"])
@@ -353,40 +271,21 @@ def test_noise_of_another_generator_is_no_coupling():
 def test_straight_through_draws_do_not_couple(relaxed, vectorize):
     """What they were before rounding goes with them when draws are exchanged."""
 
-    def draw(temperature):
+    def draw():
         if relaxed == "bernoulli":
-            return dist.RelaxedBernoulliStraightThrough(torch.tensor(temperature), 0.4)
+            return dist.RelaxedBernoulliStraightThrough(torch.tensor(0.6), 0.4)
         probs = torch.tensor([0.2, 0.5, 0.3])
-        return dist.RelaxedOneHotCategoricalStraightThrough(torch.tensor(temperature), probs)
+        return dist.RelaxedOneHotCategoricalStraightThrough(torch.tensor(0.6), probs)
 
-    def model():
-        with pyro.plate("data", 4):
-            z = pyro.sample("z", draw(0.5))
-            total = z if relaxed == "bernoulli" else z[..., 0]
-            pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(X))
-
-    def guide():
-        with pyro.plate("data", 4):
-            pyro.sample("z", draw(0.7))
-
+    pair = coupled_pair(lambda z: z if relaxed == "bernoulli" else z[..., 0], draw=draw)
     elbo = TraceIWAE_ELBO(5, vectorize_particles=vectorize)
-    assert elbo.bounds(model, guide).per_datum.shape == (4,)
+    assert elbo.bounds(*pair).per_datum.shape == (4,)
 
 
 def test_it_is_said_once(caplog):
     """Though the programs are looked at again."""
     caplog.set_level(logging.WARNING)
-
-    def model():
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z.cumsum(-1), 1.0), obs=torch.zeros(3))
-
-    def guide():
-        with pyro.plate("data", 3):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    elbo = TraceIWAE_ELBO(2)
+    elbo, pair = TraceIWAE_ELBO(2), coupled_pair(lambda z: z.cumsum(-1), 3)
     for _ in range(40):
-        elbo.loss(model, guide)
+        elbo.loss(*pair)
     assert caplog.text.count("share one weight") == 1

@@ -24,6 +24,7 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.vmap import Mode
 from pyro_mcvae.structure.interventions import separating_subsets
 from tests.params import in_turn
+from tests.structure.pairs import coupled_pair
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 16, 100, 257])
@@ -33,21 +34,6 @@ def test_the_subsets_separate_every_ordered_pair(size):
     alone = (first & second).any(0)
     assert bool((alone | torch.eye(size, dtype=torch.bool)).all())
     assert len(subsets) <= math.log2(size) + 4
-
-
-def walk(couple, size=4, draw=lambda: dist.Normal(0.0, 1.0)):
-    """A plate of latents, and of data whose means are a function of all of them."""
-
-    def model():
-        with pyro.plate("data", size):
-            z = pyro.sample("z", draw())
-            pyro.sample("x", dist.Normal(couple(z), 0.5), obs=0.3 * torch.ones(size))
-
-    def guide():
-        with pyro.plate("data", size):
-            pyro.sample("z", draw())
-
-    return model, guide
 
 
 def plates(model, guide, *args):
@@ -60,13 +46,13 @@ def test_any_two_elements_that_meet_share_a_weight(pair, coefficient):
     matrix = torch.zeros(4, 4)
     matrix[i, j] = coefficient
     couple = [lambda z: z + z @ matrix, lambda z: z + coefficient * z.roll(j - i, -1)]
-    assert plates(*walk(couple[coefficient == 0.0])) == ()
+    assert plates(*coupled_pair(couple[coefficient == 0.0])) == ()
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 16, 64])
 def test_elements_that_meet_their_mirror_image_share_a_weight(size):
-    assert plates(*walk(lambda z: z + 0.9 * z.flip(-1), size)) == ()
-    assert plates(*walk(lambda z: z.sin(), size)) == ("data",)
+    assert plates(*coupled_pair(lambda z: z + 0.9 * z.flip(-1), size)) == ()
+    assert plates(*coupled_pair(lambda z: z.sin(), size)) == ("data",)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +67,7 @@ def test_elements_that_meet_their_mirror_image_share_a_weight(size):
     ids=["where", "order", "comparison", "maximum", "zero"],
 )
 def test_comparisons_hide_nothing(couple):
-    assert plates(*walk(couple, 6)) == ()
+    assert plates(*coupled_pair(couple, 6)) == ()
 
 
 def test_integers_hide_nothing_behind_a_layer_that_is_zero():
@@ -97,20 +83,20 @@ def test_integers_hide_nothing_behind_a_layer_that_is_zero():
         pyro.module("out", out)
         pair[0]()
 
-    pair = walk(couple, 4, lambda: dist.Categorical(torch.ones(3)))
+    pair = coupled_pair(couple, 4, lambda: dist.Categorical(torch.ones(3)))
     assert plates(model, pair[1]) == ()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_python_reads_shares_one_weight_at_every_seed(seed, caplog):
     pyro.set_rng_seed(seed)
-    pair = walk(lambda z: 2 * z if z.mean() > 0 else -z, 2)
+    pair = coupled_pair(lambda z: 2 * z if z.mean() > 0 else -z, 2)
     assert plates(*pair) == ()
     assert "reads a value that depends on site 'z'" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["plain", "detach", "no_grad", "list"])
-def test_a_memory_bank_of_a_sequential_plate_has_the_evidence_of_a_walk(how):
+def test_a_memory_bank_of_a_sequential_plate_has_the_evidence_of_a_coupled_pair(how):
     x = torch.tensor([1.5, 2.5, -0.5])
 
     def model():
@@ -273,16 +259,8 @@ RNG = np.random.default_rng(0)
     "draw", [lambda: np.random.randn(), lambda: RNG.normal()], ids=["global", "own"]
 )
 def test_particles_do_not_share_random_numbers_that_are_not_pytorchs(draw, caplog):
-    def model():
-        with pyro.plate("data", 2):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z * 0 + 2 * draw(), 1.0), obs=torch.zeros(2))
-
-    def guide():
-        with pyro.plate("data", 2):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    sampler, programs = ParticleSampler(5, None, math.inf), Programs(model, guide, (), {})
+    pair = coupled_pair(lambda z: z * 0 + 2 * draw(), 2)
+    sampler, programs = ParticleSampler(5, None, math.inf), Programs(*pair, (), {})
     sample = sampler.sample(programs)
     assert sampler.runner.mode(programs) is Mode.LOOPED
     assert len({round(float(w), 9) for w in sample.log_weight[:, 0]}) == 5
