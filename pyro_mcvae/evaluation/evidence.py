@@ -149,6 +149,11 @@ class LogEvidence:
         return (self.scale * self.standard_error).square().sum().sqrt()
 
     @property
+    def added(self) -> float:
+        """Return the nats that were added for labellings that the guide does not draw."""
+        return (self.labellings and self.labellings.added) or 0.0
+
+    @property
     def mean(self) -> Tensor:
         """Return the mean over the data, in nats per datum."""
         return self.log_evidence.mean()
