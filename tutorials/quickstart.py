@@ -22,7 +22,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from pyro.optim import Adam
 from torch import Tensor, nn
 
@@ -107,13 +107,37 @@ def draw_images(axes: Axes, images: Tensor) -> None:
     axes.spines[:].set_visible(False)
 
 
+def draw_curves(figure: SubFigure, result: Comparison) -> None:
+    """Plot each objective's own bound, and the evidence of the held-out images, over the steps."""
+    training, held_out = figure.subplots(1, 2)
+    for name, trained in result.items():
+        # At most 200 points, each the mean of some steps.
+        size = max(1, len(trained.bounds) // 200)
+        means = torch.tensor(trained.bounds).unfold(0, size, size).mean(-1)
+        training.plot(size * torch.arange(1, len(means) + 1), means, linewidth=1, label=name)
+        evidences = [evidence for _, evidence in trained.curve.values()]
+        errors = [2 * float(e.mean_standard_error) for e in evidences]
+        values = [float(e.mean) for e in evidences]
+        held_out.errorbar(list(trained.curve), values, errors, marker="o", markersize=3.5)
+    for axes in (training, held_out):
+        # Leave out the first steps, whose bounds are far below all others.
+        late = [v for line in axes.lines for v in line.get_ydata()[len(line.get_ydata()) // 5 :]]
+        margin = 0.1 * (max(late) - min(late)) + 1e-3
+        axes.set_ylim(min(late) - margin, max(late) + margin)
+        axes.set_xlabel("steps of training")
+        axes.grid(alpha=0.3)
+    training.set(title="each objective's own bound (training)", ylabel="nats per image")
+    training.legend(loc="lower right", fontsize="small")
+    held_out.set(title="log evidence of the held-out images, one estimator")
+
+
 @torch.no_grad()
 def draw(result: Comparison, vae: VAE, train: Tensor, test: Tensor, x: Tensor, path: Path) -> None:
     """Save the figure: curves above, one row of images per objective below."""
     count, num_rows = 12, len(result) + 2
     figure = Figure(figsize=(10, 3.6 + 0.5 * num_rows), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(3.6, 0.5 * num_rows))
-    result.plot(upper, over="steps")
+    draw_curves(upper, result)
 
     rows = lower.subplots(num_rows, 2)
     rows[0, 0].set(title="Held-out images and their reconstructions")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import importlib.util
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pyro_mcvae.compiled.graph import owns_outputs
+from pyro_mcvae.compiled.graph import quick
+from pyro_mcvae.compiled.inductor import Run, compile_by_inductor
 from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import first_line
@@ -144,157 +139,12 @@ def _coarsest(graph: GraphModule) -> float:
     return max((torch.finfo(t).eps for t in types if t.is_floating_point), default=1e-16)
 
 
-# Compile the kernels of a graph in one C++ file, or in one file per processor.
-
-# Two files are compiled in parallel if they are much longer than their headers.
-_LONG = 100_000
-
-_INCLUDES = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <cerrno>
-#include <cstdlib>
-#include <sstream>
-"""
-# Each kernel gets a separate namespace, and another name than Inductor gives all of them.
-_PART = """
-namespace part_{i} {{
-#define kernel kernel_{i}
-{source}
-#undef kernel
-{binding}
-}}
-"""
-
-
-class _Kernel:
-    """A kernel that is not compiled yet. If it is called, it is compiled separately."""
-
-    def __init__(self, cache: Any, types: list[str], source: str) -> None:
-        self.cache, self.types, self.source = cache, types, source
-        self.run: Callable[..., None] | None = None
-
-    def __call__(self, *args: object) -> None:
-        if self.run is None:
-            self.run = self.cache.load_pybinding(self.types, self.source)
-        self.run(*args)
-
-
-@contextmanager
-def in_one_file() -> Iterator[None]:
-    """
-    Compile all kernels of the graphs inside this context together, at its end.
-
-    If this version of PyTorch does not support it, or the file cannot be compiled,
-    kernels are compiled one by one, as Inductor does.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
-
-    if "{entry_func}" not in getattr(Cache, "suffix_template", ""):
-        yield
-        return
-    load, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-    scopes: list[dict[str, Any]] = []
-
-    def load_later(self: AsyncCompile, argtypes: list[str], source_code: str) -> _Kernel:
-        return _Kernel(Cache, argtypes, source_code)
-
-    def wait_for_others(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        scopes.append(scope)
-        wait(self, scope)
-
-    AsyncCompile.cpp_pybinding, AsyncCompile.wait = load_later, wait_for_others  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AsyncCompile.cpp_pybinding, AsyncCompile.wait = load, wait  # type: ignore[method-assign]
-    kernels = [k for scope in scopes for k in scope.values() if isinstance(k, _Kernel)]
-    if len(kernels) < 2:
-        return
-    try:
-        _compile(kernels)
-    except Exception:
-        return  # each separately, when it is called
-    for scope in scopes:
-        scope.update((n, k.run) for n, k in list(scope.items()) if isinstance(k, _Kernel))
-
-
-def _compile(kernels: list[_Kernel]) -> None:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
-
-    class First(Cache):
-        entry_function = "kernel_0"
-
-    long = sum(len(k.source) for k in kernels) > _LONG and (os.cpu_count() or 1) > 1
-    files = [kernels[::2], kernels[1::2]] if long else [kernels]
-    loads = [First.load_async(_source(file, Cache.suffix_template), "cpu") for file in files]
-    with ThreadPoolExecutor(len(files)) as threads:  # the compiler runs in another process
-        libraries = list(threads.map(lambda load: load(), loads))
-    for library, file in zip(libraries, files, strict=True):
-        for i, kernel in enumerate(file):
-            # One file has the modules of all kernels, each with a separate init function.
-            name = f"{library.__name__.rpartition('.')[0]}.kernel_{i}"
-            spec: Any = importlib.util.spec_from_file_location(name, library.__file__)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            kernel.run = getattr(module, f"kernel_{i}")
-
-
-def _source(kernels: list[_Kernel], template: str) -> str:
-    parts = [_INCLUDES]
-    for i, kernel in enumerate(kernels):
-        types = enumerate(t.replace("const ", "") for t in kernel.types)
-        arguments = ", ".join(f"parse_arg<{t}>(args, {n})" for n, t in types)
-        binding = template.format(
-            arg_len=len(kernel.types),
-            call_entry_func=f"kernel_{i}({arguments}); Py_RETURN_NONE;",
-            entry_func=f"kernel_{i}",
-            extra_parse_arg="",
-        )
-        parts.append(_PART.format(i=i, source=kernel.source, binding=binding))
-    return "".join(parts)
-
-
 # Run a recorded graph, compiled or not.
 
 _logger = logging.getLogger(__name__)
 
-Run = Callable[..., list[Tensor]]
-
 # Compiling takes about a second per hundred operations: minutes for a larger graph.
 _MOST = 5000
-
-_aten = torch.ops.aten
-# A call through torch.ops looks up its schema, which takes 1 to 2 of about 5 microseconds.
-_OVERLOADS = {
-    "Tensor": "add sub mul div pow eq ne lt le gt ge",
-    "Scalar": "eq ne lt le gt ge",
-    "Tensor_Scalar": "pow",
-    "dim_IntList": "sum",
-    "dim": "squeeze all any",
-    "int": "select transpose",
-    "self": "where",
-    "default": "abs addmm all cat clone exp expm1 isfinite log log1p mm neg randn randn_like "
-    "reciprocal rsqrt sigmoid sqrt stack sum t tanh unsqueeze",
-}
-_QUICK: dict[object, Callable[..., object]] = {
-    getattr(getattr(_aten, name), overload): getattr(torch, name)
-    for overload, names in _OVERLOADS.items()
-    for name in names.split()
-    if hasattr(getattr(_aten, name), overload)
-}
-_QUICK |= {_aten.expand.default: Tensor.expand, _aten.view.default: Tensor.view}
-
-
-def quick(graph: GraphModule) -> GraphModule:
-    """Return a graph that calls the same kernels in the fastest way."""
-    module = GraphModule(torch.nn.Module(), copy.deepcopy(graph.graph))
-    for node in module.graph.nodes:
-        node.target = _QUICK.get(node.target, node.target)
-    module.recompile()
-    return module
 
 
 class Backend:
@@ -312,7 +162,7 @@ class Backend:
     def compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
         """Return the graph's function; the graph itself if the compiler fails, which is logged."""
         if self.replays:
-            return quick(graph)
+            return quick(graph).forward
         count = len(graph.graph.nodes)
         begin = time.perf_counter()
         try:
@@ -335,7 +185,7 @@ class Backend:
                 self.name,
                 first_line(getattr(error, "inner_exception", error)),
             )
-            return quick(graph)
+            return quick(graph).forward
         _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
         return run
 
@@ -348,12 +198,7 @@ class Backend:
         # locality changes the order of the draws.
         with config.patch({"fallback_random": True, "reorder_for_locality": False}):
             if plain:
-                with in_one_file():
-                    run = (
-                        _driver(outlined, example)
-                        if outlined
-                        else _unboxed(_inductor(graph, example), contextlib.nullcontext())
-                    )
+                run = compile_by_inductor(graph, example, outlined)
             else:
                 compiled = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
 
@@ -372,95 +217,3 @@ class Backend:
         if plain:
             check_kernels(run, graph, example)
         return run
-
-
-def _inductor(graph: GraphModule, example: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    kernels: list[Any] = []
-
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        kernels.append(compile_fx_inner(*args, **kwargs))
-        return kernels[-1]
-
-    owns = owns_outputs(graph.graph)
-    run: Any = compile_fx(graph, list(example), inner_compile=remembered)
-    # The wrapper of the compiled function joins views of inputs with their updates.
-    # Without any it does nothing, but takes a tenth of the time of a small graph.
-    if owns and len(kernels) == 1:
-        return getattr(kernels[0], "current_callable", kernels[0])
-    return lambda inputs: run(*inputs)
-
-
-def _driver(outlined: Outline, example: list[Tensor]) -> Run:
-    """Return the function of a graph, with each repeated body compiled once."""
-    from torch._inductor import config
-
-    def compile(graph: GraphModule, example: list[Tensor], inner: bool) -> Callable[[], Run]:
-        with config.patch({n: False for n in _ASSERTS if hasattr(config, n)}):
-            call = _inductor(graph, example)
-        return lambda: _unboxed(call, _Memory(call) if inner else contextlib.nullcontext())
-
-    driver, layouts = quick(outlined.driver(compile)), _layouts(example)
-
-    def checked(*inputs: Tensor) -> list[Tensor]:
-        if _layouts(inputs) != layouts:  # bodies do not check layouts
-            raise RuntimeError("an input has another layout than when the step was recorded")
-        return driver(*inputs)
-
-    return checked
-
-
-def _layouts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
-    return [(t.shape, t.stride()) for t in tensors]
-
-
-def _unboxed(
-    call: Callable[[list[Tensor]], list[Tensor]], around: contextlib.AbstractContextManager[Any]
-) -> Run:
-    def run(*inputs: Tensor) -> list[Tensor]:
-        with around:
-            return call(list(inputs))
-
-    return run
-
-
-# The layout checks of bodies, which take a tenth of their time. Larger tensors are not kept.
-_ASSERTS, _SMALL = ("size_asserts", "alignment_asserts"), 16_384
-
-
-class _Memory:
-    """
-    Lets a compiled function reuse its small tensors in each step, because allocating them takes
-    half of its time. Its results are not used after the step.
-    """
-
-    def __init__(self, call: Callable[..., object]) -> None:
-        self._names = getattr(getattr(call, "__func__", call), "__globals__", {})
-        self._allocate: Any = self._names.get(_ALLOCATE)
-        self._kept: list[Tensor | None] = []
-
-    def __enter__(self) -> None:
-        take = iter(self._kept).__next__
-
-        def again(*layout: Any) -> Tensor:
-            tensor = take()
-            return self._allocate(*layout) if tensor is None else tensor
-
-        if self._allocate is not None:
-            self._names[_ALLOCATE] = again if self._kept else self._first
-
-    def _first(self, *layout: Any) -> Tensor:
-        tensor: Tensor = self._allocate(*layout)
-        self._kept.append(tensor if tensor.nbytes <= _SMALL else None)
-        return tensor
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if self._allocate is not None:
-            self._names[_ALLOCATE] = self._allocate
-        if error is not None:
-            self._kept.clear()
-
-
-# The functions that the code generated by Inductor calls.
-_ALLOCATE = "empty_strided_cpu"

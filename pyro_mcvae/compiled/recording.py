@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import ReadingMode
+from pyro_mcvae.compiled.inductor import Run
 from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trace
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.messengers import is_param_tracer

@@ -56,7 +56,7 @@ def outline(graph: GraphModule, example: list[Tensor]) -> Outline | None:
     copy.output(copy.graph_copy(graph.graph, {}))
     join_parts(copy, _COPIES)
     generators = Generators()
-    _Layouts(GraphModule(torch.nn.Module(), copy)).run(*example)
+    _Layouts(torch.nn.Module(), graph=copy).run(*example)
     generators.put_back()
     _free_draws(copy)
     items = _Items(copy)
@@ -236,13 +236,10 @@ class _Body:
 
     :ivar inputs: the values that it reads, for each part.
     :ivar outputs: which of a part's values it returns.
-    :ivar inner: whether none of its outputs is a result of the graph.
     """
 
-    def __init__(
-        self, parts: list[_Part], needed: set[Node], returned: set[Node], items: _Items
-    ) -> None:
-        self.parts, self.inner = parts, all(returned.isdisjoint(p.values) for p in parts)
+    def __init__(self, parts: list[_Part], needed: set[Node], items: _Items) -> None:
+        self.parts = parts
         self.outputs = sorted({i for p in parts for n, i in p.values.items() if n in needed})
         graph, copies = Graph(), dict[Node, Node]()
         places: dict[tuple[Node, ...], Node] = {}
@@ -288,31 +285,29 @@ class Outline:
         self._graph, self._draws = graph, items.draws
         self._steps = list(_steps(items, cuts))
         _, self._results = returned_by(graph)
-        returned = {items.owner(n) for n in self._results}
         groups: dict[Hashable, list[_Part]] = defaultdict(list)
-        self._needed = set(returned)
+        self._needed = {items.owner(n) for n in self._results}
         for step in self._steps:
             if isinstance(step, _Part):
                 groups[step.key].append(step)
             read = step[0].all_input_nodes if isinstance(step, list) else step.inputs
             self._needed |= {items.owner(n) for n in read}
-        self._bodies = [_Body(g, self._needed, returned, items) for g in groups.values()]
+        self._bodies = [_Body(g, self._needed, items) for g in groups.values()]
         self.size = sum(len(parts[0].values) for parts in groups.values())
 
     def driver(
-        self, compile: Callable[[GraphModule, list[Tensor], bool], Callable[[], Run]]
+        self, compile: Callable[[GraphModule, list[Tensor]], Callable[[], Run]]
     ) -> GraphModule:
         """
         Return a graph of the same values that calls each part.
 
         :param compile: compiles the graph of a body for inputs like an example's, and returns what
-            makes a function for each of its calls. The last argument: whether nothing that the
-            function returns is seen outside a step.
+            makes a function for each of its calls.
         """
         driver, values = Graph(), dict[Node, Node]()
         calls: dict[_Part, tuple[Run, tuple[Node, ...], list[int]]] = {}
         for body in self._bodies:
-            make = compile(body.graph, body.example, body.inner)
+            make = compile(body.graph, body.example)
             for part, inputs in zip(body.parts, body.inputs, strict=True):
                 calls[part] = make(), inputs, body.outputs
 

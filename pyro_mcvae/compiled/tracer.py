@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -242,8 +243,15 @@ def _is_written(node: Node) -> bool:
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
     """Yield the tensor arguments of a node that have alias information in its schema."""
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and value is not None:
-            yield argument.alias_info, value
+    for i, name, alias in _aliased(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        if value is not None:
+            yield alias, value
+
+
+@cache
+def _aliased(operation: Any) -> list[tuple[int, str, Any]]:
+    """Return the index and name of each argument of an operation that has alias information."""
+    schema = getattr(operation, "_schema", None)
+    arguments = enumerate(schema.arguments if schema is not None else ())
+    return [(i, a.name, a.alias_info) for i, a in arguments if a.alias_info is not None]

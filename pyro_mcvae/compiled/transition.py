@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pyro_mcvae.chains.kernels import Info, Kernel, State, Target
-from pyro_mcvae.compiled.backends import is_due, quick, same_bits
-from pyro_mcvae.compiled.graph import as_function, fresh, split_off
+from pyro_mcvae.compiled.backends import is_due, same_bits
+from pyro_mcvae.compiled.graph import as_function, fresh, quick, split_off
 from pyro_mcvae.compiled.guards import ReadingMode
 from pyro_mcvae.compiled.recording import NotUsable, Surroundings
 from pyro_mcvae.compiled.tracer import NotRecordable, trace

@@ -26,6 +26,7 @@ from pyro_mcvae.programs.sites import (
     with_mask,
     without_autocast,
 )
+from pyro_mcvae.programs.terms import is_rejection_sampled
 from pyro_mcvae.programs.types import (
     Constraint,
     Distribution,
@@ -288,7 +289,7 @@ class UnconstrainedCoordinate(Coordinate):
 
     def __init__(self, fn: Distribution) -> None:
         fn = self.fn = _without_masks(fn)
-        self.reparameterized = fn.has_rsample
+        self.reparameterized = fn.has_rsample and not is_rejection_sampled(fn)
         self.transform = bijection_of(fn)
         support = elementwise(known_support(fn))
         self.bounded, self._simplex = (

@@ -115,7 +115,6 @@ class Baseline:
 
     :cvar min_samples: the number of draws it needs.
     :cvar extra_draw: whether it needs another draw of the site, independent of the slots.
-    :cvar relaxed: whether the site is relaxed instead of drawn.
 
     Example, a constant that is subtracted from the cost of draws (``num_categories=0``)::
 
@@ -128,7 +127,6 @@ class Baseline:
 
     min_samples = 1
     extra_draw = False
-    relaxed = False
 
     def surrogate(self, signal: SiteSignal) -> Tensor:
         r"""
@@ -272,7 +270,7 @@ class NVIL(LearnedBaseline):
         return gradient - loss.sum()
 
 
-# Relaxations of a discrete site: REBAR, RELAX, Gumbel-softmax.
+# Control variates from relaxations of a discrete site: REBAR and RELAX.
 
 
 class RELAX(LearnedBaseline):
@@ -416,32 +414,3 @@ class REBAR(RELAX):
 
     def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
         return self.scale.to(relaxed) * super().control(relaxed, signal)
-
-
-class GumbelSoftmax(Baseline):
-    r"""
-    A biased estimator, for comparison: draws the site from its Gumbel-softmax relaxation [1].
-
-    Gradients pass through the relaxed draw. It supports OneHotCategorical and Bernoulli sites, and
-    vectors of them. Nothing is summed, and log densities are extended linearly to relaxed values.
-    ``entropy="exact"`` computes the entropy without the relaxation.
-
-    :param float temperature: may be changed between steps, to anneal it.
-    :param bool hard: straight-through: the model gets one-hot values, with the gradient of the
-        relaxed values.
-    :raises ValueError: if the temperature is not positive.
-
-    [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.
-
-    Example::
-
-        >>> elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5), entropy="exact")
-    """
-
-    relaxed = True
-
-    def __init__(self, temperature: float = 0.5, *, hard: bool = True) -> None:
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        self.temperature = temperature
-        self.hard = hard

@@ -15,21 +15,13 @@ from pyro_mcvae.ops.checks import as_int, check_count, check_flag
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import (
-    RELAXED,
     is_masked,
     is_random,
     known_support,
     reparameterized,
     site_in_full_precision,
 )
-from pyro_mcvae.programs.supports import (
-    Categories,
-    Choice,
-    Support,
-    joined_plates,
-    relaxed_sample,
-    support_of,
-)
+from pyro_mcvae.programs.supports import Categories, Choice, Support, joined_plates, support_of
 from pyro_mcvae.programs.types import (
     SLOT_OPTIONS,
     Distribution,
@@ -302,8 +294,6 @@ def choose(
             )
         return None
     options = options.of(msg)
-    if options.baseline.relaxed:
-        return _relaxed(msg, options)
     if options.plain:
         return single(msg, options)
     support = _support(msg, joined)
@@ -324,18 +314,6 @@ def _support(msg: Message, joined: tuple[int, ...]) -> Support | None:
     if not joined:
         return support
     return joined_plates(support, joined) if isinstance(support, Categories) else None
-
-
-def _relaxed(msg: Message, options: SiteOptions) -> SiteSlots:
-    value = relaxed_sample(msg["fn"], options.baseline.temperature, options.baseline.hard)
-    if value is None:
-        raise SlotError(
-            f"{type(options.baseline).__name__} relaxes OneHotCategorical and Bernoulli sites, "
-            f"but guide site '{msg['name']}' is a {type(msg['fn']).__name__}: use "
-            f"OneHotCategorical in both programs, or another baseline"
-        )
-    msg["infer"] = {**msg["infer"], RELAXED: True}
-    return _one(msg, options, value)
 
 
 def single(msg: Message, options: SiteOptions) -> SiteSlots:

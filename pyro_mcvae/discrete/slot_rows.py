@@ -144,7 +144,7 @@ def _count(
     term: Term, options: SiteOptions, joined: tuple[int, ...], warn: Callable[[str], object]
 ) -> int:
     baseline = options.of(term.site).baseline
-    if baseline.relaxed or isinstance(baseline, RELAX):
+    if isinstance(baseline, RELAX):
         raise SlotError(
             f"{type(baseline).__name__} relaxes guide site '{term.key.name}', whose slots here "
             f"are particles: use IndependentDraw, LeaveOneOut, SummedMean or NVIL, or, for "

@@ -495,8 +495,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``. Vectors of these by ``to_event`` are one variable over their
-      product. Poisson, Geometric and NegativeBinomial are supported, too. Other discrete sites are
-      sampled, with the score function as their gradient and a log message.
+      product. Poisson and Geometric are supported, too. Other discrete sites are sampled, with the
+      score function as their gradient and a log message.
     * **Options per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``. The keys
       ``"budget"``, ``"baseline"`` and ``"exact_entropy"`` are also accepted. A guide site marked
       ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly; if it also has
@@ -506,7 +506,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
       compares draws. :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and
       needs no further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
       :class:`~pyro_mcvae.RELAX` have parameters. SVI trains them, and ``elbo(model, guide)`` has
-      them as its parameters. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
+      them as its parameters.
 
     :param num_categories: k, the number of values to sum; ``math.inf`` for all.
     :param int num_samples: n, the number of draws from the other values.

@@ -107,7 +107,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             step.synchronize()
         at_once = training and self.num_gradient_states is None and _searches_little(guide, runs)
         with torch.set_grad_enabled(at_once):
-            population, sample = step.evaluate(searched=training and guide.training)
+            population, sample = step.evaluate()
             if guide.training:
                 population = step.search(population)
         log_joint, shape = population.log_joint.detach(), sample.shapes[0]

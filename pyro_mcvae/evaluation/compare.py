@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import pyro
 import torch
@@ -33,7 +33,6 @@ from pyro_mcvae.evaluation.evidence import (
 from pyro_mcvae.evaluation.options import (
     Options,
     as_arguments,
-    check_call,
     check_function,
     make_options,
     make_programs,
@@ -49,10 +48,6 @@ from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
 from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
-
-
 Batches = Iterable[object] | Callable[[], Iterable[object]]
 Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
 
@@ -62,8 +57,6 @@ _SECONDS = 30.0
 _ERRORS = 2.0
 # The threshold for differences of the logarithm of effective sample sizes.
 _ALIKE = 0.1
-# The number of plotted points of a bound. Each is a mean over steps.
-_POINTS = 200
 
 
 @dataclass
@@ -110,14 +103,12 @@ class Comparison(dict[str, TrainedCopy]):
     :func:`compare` has an example.
 
     :param copies: the results of each loss.
-    :param parts: the objects that training changes: modules, and the parameter store.
     :param bool learns: whether the model has parameters. If not, the evidence is the same for all.
     """
 
-    def __init__(self, copies: dict[str, TrainedCopy], parts: list[Part], learns: bool) -> None:
+    def __init__(self, copies: dict[str, TrainedCopy], learns: bool) -> None:
         super().__init__(copies)
         self.learns = learns
-        self._parts = parts
         self._trained: dict[str, Undo] = {}
 
     def use(self, name: str) -> None:
@@ -129,7 +120,6 @@ class Comparison(dict[str, TrainedCopy]):
         if name not in self._trained:
             raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
         self._trained[name]()
-        self._trained[name] = _remember(self._parts)
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
@@ -229,53 +219,6 @@ class Comparison(dict[str, TrainedCopy]):
         stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
         return "\n".join([filled(units), table(rows), *map(filled, [*stopped, self.verdict])])
 
-    def plot(
-        self,
-        figure: Figure | SubFigure | None = None,
-        over: Literal["seconds", "steps"] = "seconds",
-    ) -> Figure | SubFigure:
-        """
-        Plot the bound of each loss, and the evidence of the evaluated data, over time or steps.
-
-        :param figure: a ``matplotlib`` figure or subfigure; None creates a new figure without a
-            window.
-        :param str over: ``"seconds"`` of training, or ``"steps"``.
-        :returns: the figure.
-        :raises ValueError: for another ``over``.
-        """
-        if over not in ("seconds", "steps"):
-            raise ValueError(f"over must be 'seconds' or 'steps', got {over!r}")
-        if figure is None:
-            from matplotlib.figure import Figure as New
-
-            figure = New(figsize=(10, 3.6), layout="constrained")
-        training, held_out = figure.subplots(1, 2)
-        for i, (name, trained) in enumerate(self.items()):
-            size = max(1, len(trained.bounds) // _POINTS)
-            ends = range(size, len(trained.bounds) + 1, size)
-            means = [statistics.fmean(trained.bounds[end - size : end]) for end in ends]
-            passed = list(itertools.accumulate(trained.times))
-            at = list(ends) if over == "steps" else [passed[end - 1] for end in ends]
-            training.plot(at, means, color=f"C{i}", linewidth=1, label=name)
-            at = [step if over == "steps" else time for step, (time, _) in trained.curve.items()]
-            curve = [e for _, e in trained.curve.values()]
-            errors = [2 * float(e.mean_standard_error) for e in curve]
-            values = [float(e.mean) for e in curve]
-            held_out.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
-        for axes in (training, held_out):
-            # Leave out the first steps, whose bounds are far below all others.
-            curves = [line.get_ydata() for line in axes.lines]
-            heights = [v for y in curves for v in y[len(y) // 5 :]]
-            if heights and min(heights) < max(heights):
-                margin = 0.1 * (max(heights) - min(heights))
-                axes.set_ylim(min(heights) - margin, max(heights) + margin)
-            axes.set_xlabel(f"{over} of training")
-            axes.grid(alpha=0.3)
-        training.set(title="each loss's own bound (training)", ylabel="nats per weight")
-        training.legend(loc="lower right", fontsize="small")
-        held_out.set(title="log evidence of the evaluated data, one estimator")
-        return figure
-
 
 def compare(
     model: Program,
@@ -329,8 +272,7 @@ def compare(
     :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` or to
-        :meth:`.Comparison.use`.
+    :returns: a :class:`.Comparison`, to print.
     :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
@@ -383,13 +325,12 @@ def compare(
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        comparison, start = Comparison({}, parts, learns), _remember(parts)
+        comparison, start = Comparison({}, learns), _remember(parts)
         try:
             for name, pair in pairs.items():
                 bar.describe(name)
                 new_svi(*pair).step(*first.args, **first.kwargs)
                 start()
-                start = _remember(parts)
                 pyro.set_rng_seed(seed)
                 svi, stream = new_svi(*pair), itertools.chain.from_iterable(itertools.repeat(data))
                 with weights_of(programs, checks) as weights:
@@ -406,7 +347,6 @@ def compare(
                 comparison[name] = trained
                 comparison._trained[name] = _remember(parts)
                 start()
-                start = _remember(parts)
         finally:
             start()
     return comparison
@@ -471,10 +411,9 @@ class _Data:
 
     def first(self) -> Programs:
         """Return the model and guide with the first batch as arguments."""
-        for programs in self:
-            check_call(programs)
-            return programs
-        raise ValueError("there is no batch to train on: batches is empty")
+        if (programs := next(iter(self), None)) is None:
+            raise ValueError("there is no batch to train on: batches is empty")
+        return programs
 
     def length(self) -> int:
         """Return the number of batches in one pass; count them if they have no length."""
@@ -508,7 +447,7 @@ class _Data:
 
 
 def _remember(parts: list[Part]) -> Undo:
-    """Return a function that restores the current values once, in the same tensors."""
+    """Return a function that restores the current values, in the same tensors."""
     undos = [part.undo() for part in parts]
 
     def put() -> None:

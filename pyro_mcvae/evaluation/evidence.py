@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
-from pyro_mcvae.evaluation.options import (
-    Options,
-    make_options,
-    make_programs,
-)
+from pyro_mcvae.evaluation.options import Options, make_options, make_programs
 from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
@@ -67,19 +63,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def filled(text: str, head: str = "") -> str:
+def filled(text: str) -> str:
     """Wrap a text at the terminal's width, at most 100 characters."""
     width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
-    head, indent = (f"{head}  ", " " * (len(head) + 2)) if head else ("", "")
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=head,
-        subsequent_indent=indent,
-        # Numbers and code are copied.
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    # Numbers and code are copied.
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 # The log evidence of a model, estimated per datum with a guide.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 import weakref
@@ -28,15 +27,13 @@ from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable, saved_tables
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
 # Evaluation has no side effects: modes, parameters, buffers and random streams do not change.
 
-# The parts of Pyro's parameter store.
-_TABLES = "_params", "_param_to_name", "_constraints"
 # For each parameter, the modules that have it, with the name of the parameter.
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -59,10 +56,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     roots = find_modules(*programs)
     _refuse_lazy(roots)
     store = pyro.get_param_store()
-    # Restore the dicts instead of deleting names, because two names may belong to one parameter,
-    # which the store removes with the first name.
-    tables = [getattr(store, name) for name in _TABLES]
-    before = [dict(table) for table in tables]
+    restore_tables = saved_tables()
     with rewindable(seed is not None) as rewind, evaluation_modules(roots):
         try:
             for name, value in _own_parameters(roots):
@@ -72,9 +66,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
                 pyro.set_rng_seed(seed)
             yield
         finally:
-            for table, before_table in zip(tables, before, strict=True):
-                table.clear()
-                table.update(before_table)
+            restore_tables()
             rewind()
 
 
@@ -374,26 +366,3 @@ def check_function(name: str, value: object) -> None:
     """Raise a ValueError unless ``value`` is a function, or None."""
     if value is not None and not callable(value):
         raise ValueError(f"{name} must be a function or None, got {value!r}")
-
-
-def check_call(programs: Programs) -> None:
-    """
-    Check that a batch can be the arguments of model and guide.
-
-    :raises ValueError: with the error of the call, if it cannot.
-    """
-    for role, program in (("model", programs.model), ("guide", programs.guide)):
-        target = program.forward if isinstance(program, nn.Module) else program
-        try:
-            signature = inspect.signature(target, follow_wrapped=False)
-        except (TypeError, ValueError):  # a wrapper, which may have other arguments
-            continue
-        try:
-            signature.bind(*programs.args, **programs.kwargs)
-        except TypeError as error:
-            arguments = [*programs.args, *programs.kwargs.values()]
-            raise ValueError(
-                f"the {role} cannot be called with a batch, whose entries are its arguments "
-                f"({', '.join(type(a).__name__ for a in arguments)}): {error}. Pass to_args=..., "
-                f"which returns the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
-            ) from error

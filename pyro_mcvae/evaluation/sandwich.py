@@ -27,18 +27,12 @@ from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
-from pyro_mcvae.programs.messengers import Recorder, Substitutes, Unconditioned
 from pyro_mcvae.programs.run import Programs, Run, is_messenger
-from pyro_mcvae.programs.sites import (
-    inner_scale,
-    is_factor,
-    is_flat,
-    is_latent,
-    is_scored,
-)
+from pyro_mcvae.programs.sites import inner_scale, is_factor, is_flat, is_latent, is_scored
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import NoCoordinateError, Program, Site
+from pyro_mcvae.training.wake_sleep import dream
 
 # Data simulated from a model, with the latents that generated them.
 
@@ -73,9 +67,8 @@ def simulate(
             f"which data could be drawn: remove the mask"
         )
     values = {n: nodes[n]["value"] for n in fixed_sites if n in nodes}
-    with Recorder(Substitutes(reference.subsamples, values)) as recorder, Unconditioned():
-        programs.model(*programs.args, **programs.kwargs)
-    drawn = {n: s["value"] for n, s in recorder.trace.nodes.items() if is_scored(s)}
+    simulation = dream(programs, reference.subsamples, values)
+    drawn = {n: s["value"] for n, s in simulation.nodes.items() if is_scored(s)}
     data = {n: drawn[n] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
     latents = {n: v for n, v in drawn.items() if n not in data}
     if to_args is not None:
@@ -89,7 +82,7 @@ def simulate(
         )
         simulated = substitute(programs, nodes, data, reference.subsamples, remedy)
     simulated = replace(simulated, model=poutine.condition(simulated.model, data=data))
-    return simulated, latents, recorder.trace
+    return simulated, latents, simulation
 
 
 def check_density(simulated: Trace, run: Run) -> None:

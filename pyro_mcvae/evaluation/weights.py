@@ -41,11 +41,7 @@ from pyro_mcvae.evaluation.options import (
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
-from pyro_mcvae.particles.sampler import (
-    MakeSampleFn,
-    ParticleSampler,
-    WeightedParticles,
-)
+from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, Run

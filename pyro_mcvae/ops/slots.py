@@ -9,19 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Gumbel noise of categorical variables, unconditional, and given its argmax.
+# Gumbel noise of categorical variables, given its argmax.
 
 # Replaces minus infinity: its exp is zero, and gradients are finite.
 FLOOR = -1e4
-
-
-def gumbel(logits: Tensor) -> Tensor:
-    r"""
-    Draw :math:`g = l + \epsilon` with standard Gumbel :math:`\epsilon`; argmax g is categorical.
-
-    :param ~torch.Tensor logits: shape ``[..., K]``; the gradient passes through.
-    """
-    return logits.clamp_min(FLOOR) - _exponential(logits, logits.shape).log()
 
 
 def one_hot(category: Tensor, size: int) -> Tensor:
@@ -31,7 +22,7 @@ def one_hot(category: Tensor, size: int) -> Tensor:
 
 def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
     r"""
-    Draw from :func:`gumbel` given that its argmax is a category [1]:
+    Draw :math:`g = l + \epsilon` with standard Gumbel :math:`\epsilon`, given its argmax z [1]:
 
     .. math::
         g_z = \log \textstyle\sum_i e^{l_i} - \log E_z, \qquad
@@ -56,12 +47,6 @@ def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
     top = logits.logsumexp(-1, keepdim=True) - log_noise
     top = torch.where(hit, top, 0.0).sum(-1, keepdim=True)
     return torch.where(hit, top, -torch.logaddexp(-top, log_noise - logits))
-
-
-def straight_through(soft: Tensor) -> Tensor:
-    """Return the one-hot vector of the largest entry, with the gradient of the soft vector."""
-    hard = one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
-    return hard + (soft - soft.detach())
 
 
 def _exponential(like: Tensor, shape: torch.Size) -> Tensor:
@@ -348,14 +333,12 @@ class CountLaw(NamedTuple):
     :ivar log_prob: log probabilities of counts, broadcast with the batch.
     :ivar cdf: :math:`P(X \\le x)`; counts may be -1.
     :ivar tail: :math:`P(X > x)`, without cancellation.
-    :ivar side: ``cdf`` where a mask is True, and ``tail`` elsewhere, at the cost of one of them.
     :ivar mode: a most probable count, batch-shaped.
     """
 
     log_prob: Callable[[Tensor], Tensor]
     cdf: Callable[[Tensor], Tensor]
     tail: Callable[[Tensor], Tensor]
-    side: Callable[[Tensor, Tensor], Tensor]
     mode: Tensor
 
 
@@ -423,46 +406,9 @@ def _draw_outside(law: CountLaw, low: Tensor, high: Tensor, count: int) -> tuple
     end = torch.where(below_window, low - 1, high + 2.0**_BISECTIONS)
     for _ in range(_BISECTIONS + 1):
         middle = ((start + end) / 2).floor()
-        side = law.side(middle, below_window)
+        side = torch.where(below_window, law.cdf(middle), law.tail(middle))
         reached = torch.where(below_window, side >= target, side < target)
         reached = reached & (middle > start)
         end = torch.where(reached, middle, end)
         start = torch.where(reached, start, torch.maximum(start, middle))
     return end.movedim(0, -1), below + above
-
-
-def betainc(a: Tensor, b: Tensor, x: Tensor, steps: int = 64) -> Tensor:
-    r"""
-    Return the regularized incomplete beta function :math:`I_x(a, b)`, by a continued fraction [1].
-
-    :param int steps: needs to be about the square root of the larger of a and b.
-
-    [1] Press et al., *Numerical Recipes*, section 6.4.
-
-    Example::
-
-        >>> betainc(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.4))
-        tensor(0.5248)
-    """
-    a, b, x = torch.broadcast_tensors(a, b, x)
-    swap = x > (a + 1) / (a + b + 2)
-    a, b, x = torch.where(swap, b, a), torch.where(swap, a, b), torch.where(swap, 1 - x, x)
-    front = torch.xlogy(a, x) + torch.xlogy(b, 1 - x)
-    front = (front - a.lgamma() - b.lgamma() + (a + b).lgamma()).exp() / a
-    tiny = torch.finfo(x.dtype).tiny
-    c = torch.ones_like(x)
-    d = _away_from_zero(1 - (a + b) * x / (a + 1), tiny).reciprocal()
-    total = d
-    for m in range(1, steps):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for part in (even, odd):
-            d = _away_from_zero(1 + part * d, tiny).reciprocal()
-            c = _away_from_zero(1 + part / c, tiny)
-            total = total * c * d
-    result = (front * total).clamp(0, 1)
-    return torch.where(swap, 1 - result, result)
-
-
-def _away_from_zero(value: Tensor, tiny: float) -> Tensor:
-    return torch.where(value.abs() < tiny, tiny, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -14,9 +15,9 @@ from pyro.distributions import (
     CoalescentTimes,
     MixtureOfDiagNormals,
     MixtureOfDiagNormalsSharedCovariance,
-    Rejector,
     RelaxedOneHotCategoricalStraightThrough,
     SineBivariateVonMises,
+    VonMises,
 )
 from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.poutine.messenger import Messenger
@@ -24,15 +25,7 @@ from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
 from pyro_mcvae.programs.sites import bare, elementwise, known_support, layers, tensors_of
-from pyro_mcvae.programs.types import (
-    Constraint,
-    Distribution,
-    Message,
-    Program,
-    Site,
-    SiteError,
-    Transform,
-)
+from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
 
 # The transforms of a distribution, and their parts.
 
@@ -85,18 +78,14 @@ def is_elementary(transform: Transform) -> bool:
     )
 
 
-# Patched samplers: draws of these distributions have a wrong density or gradient upstream.
+# Patched samplers: the draws of six distributions have a wrong density or gradient upstream.
 
 _ONE = torch.Size()
 Patch = Callable[[Distribution], Distribution]
 
 
 def patched(fn: Distribution) -> Distribution:
-    """
-    Return the same distribution with a correct sampler and gradient.
-
-    :raises SiteError: for a distribution without a correct sampler.
-    """
+    """Return the same distribution with a correct sampler."""
     return _patched(fn) if any(isinstance(f, _FAULTY) for f in layers(fn)) else fn
 
 
@@ -141,24 +130,65 @@ def _times(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     return CoalescentTimes(fn.leaf_times * rate).sample(sample_shape) / rate
 
 
-def _refused(fn: Distribution) -> Distribution:
-    """Refuse draws of two angles, for which Pyro scales proposals by the wrong coordinate."""
-    raise SiteError(
-        "draws of Pyro's SineBivariateVonMises do not match its density: draw the first angle from "
-        "dist.VonMises, and the second one from a dist.VonMises that depends on the first"
-    )
-
-
-def _by_score(fn: Distribution) -> Distribution:
+@torch.no_grad()
+def _angles(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     """
-    Use the score function for draws whose path gradient is wrong, or only a part of the gradient.
+    Draw two angles by the rejection sampler of Kent, Ganeiber and Mardia (2018).
 
-    Pyro's gradient of the logits of a mixture is wrong. The acceptance of a ``Rejector`` depends on
-    the parameters, too (Naesseth et al., 2017).
+    Pyro's sampler scales one angle's proposals by another coordinate's scale. With concentrations
+    of 5 and a correlation of 2 the mean cosine of the first angle is 0.82 instead of 0.88.
     """
-    new = copy(fn)
-    new.has_rsample = False
-    return new
+    shape = fn._extended_shape(sample_shape)[:-1]
+    concentrations = fn.phi_concentration, fn.psi_concentration, fn.correlation
+    first, second, correlation = (t.expand(shape) for t in concentrations)
+    # The first angle's density on the circle, below one of x -> exp(-sum(bend * x**2)).
+    curve = (first - correlation.square() / second) / 2
+    low = curve.clamp(max=0)
+    bend = torch.stack([-low, curve - low])
+    size = 1 - curve.abs() + (1 + curve.square()).sqrt()
+    scale = (1 + 2 * bend / size).rsqrt()
+    angle, pending = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+    while pending.any():
+        x = scale * torch.randn_like(scale)
+        x = x / x.norm(dim=0)
+        log_ratio = _log_i0(torch.hypot(second, correlation * x[1])) - _log_i0(second)
+        envelope = size / 2 - 1 - (size / 2 + (bend * x.square()).sum(0)).log()
+        log_density = first * (x[0] - 1) + log_ratio + low
+        accepted = pending & (torch.rand_like(first).log() < log_density - envelope)
+        angle, pending = torch.where(accepted, torch.atan2(x[1], x[0]), angle), pending & ~accepted
+    lean = correlation * angle.sin()
+    second_angle = VonMises(torch.atan2(lean, second), torch.hypot(second, lean)).sample()
+    angles = torch.stack([angle + fn.phi_loc, second_angle + fn.psi_loc], -1)
+    return (angles + math.pi).remainder(2 * math.pi) - math.pi
+
+
+def _log_i0(x: Tensor) -> Tensor:
+    return torch.special.i0e(x).log() + x
+
+
+def _mixture(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
+    """
+    Draw with the implicit gradient of Figurnov et al. (2018), one dim after the other.
+
+    Pyro's gradient of the components' logits is correct only if the line through two means goes
+    through the origin. The smallest scale must also be 1.
+    """
+    value, scales = fn.sample(sample_shape), fn.coord_scale
+    if scales.dim() < fn.locs.dim():
+        scales = scales.unsqueeze(-2)  # shared by the components
+    log_weight, parts = fn.categorical.logits, []
+    dims = (t.expand_as(fn.locs).unbind(-1) for t in (fn.locs, scales))
+    for x, loc, scale in zip(value.unbind(-1), *dims, strict=True):
+        # The conditional distribution function does not change with the parameters.
+        weight = log_weight.softmax(-1)
+        eps = (x.unsqueeze(-1) - loc) / scale
+        log_density = -0.5 * eps.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+        density = (weight * log_density.exp()).sum(-1).detach()
+        cdf = (weight * torch.special.ndtr(eps)).sum(-1)
+        x = x + (cdf.detach() - cdf) / density
+        parts.append(x)
+        log_weight = log_weight - 0.5 * ((x.unsqueeze(-1) - loc) / scale).square() - scale.log()
+    return torch.stack(parts, -1)
 
 
 def _relaxed(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
@@ -177,11 +207,10 @@ def _relaxed(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
 _PATCHES: dict[type, Patch] = {
     LKJCholesky: _correlations,
     CoalescentTimes: _drawn_by(_times),
-    SineBivariateVonMises: _refused,
+    SineBivariateVonMises: _drawn_by(_angles),
     RelaxedOneHotCategorical: _drawn_by(_relaxed, "rsample"),
-    Rejector: _by_score,
-    MixtureOfDiagNormals: _by_score,
-    MixtureOfDiagNormalsSharedCovariance: _by_score,
+    MixtureOfDiagNormals: _drawn_by(_mixture, "rsample"),
+    MixtureOfDiagNormalsSharedCovariance: _drawn_by(_mixture, "rsample"),
 }
 _FAULTY = tuple(_PATCHES)
 

@@ -269,6 +269,24 @@ def _saved_store() -> Iterator[None]:
                 store._param_to_name[value] = name
 
 
+def saved_tables() -> Callable[[], None]:
+    """
+    Return a function that restores which parameters Pyro's parameter store has, without values.
+
+    It restores the dicts of the store instead of deleting names: two names may belong to one
+    parameter, which the store removes with the first name.
+    """
+    store = pyro.get_param_store()
+    names = "_params", "_param_to_name", "_constraints"
+    before = {name: dict(getattr(store, name)) for name in names}
+
+    def restore() -> None:
+        for name, entries in before.items():
+            setattr(store, name, dict(entries))
+
+    return restore
+
+
 @contextmanager
 def rewindable(active: bool) -> Iterator[Callable[[], bool]]:
     """

@@ -19,7 +19,6 @@ from torch.distributions import constraints
 
 from pyro_mcvae.ops.tensors import guard, recordings
 from pyro_mcvae.programs.exact_logs import copy_logs, exact_logs
-from pyro_mcvae.programs.supports import relaxed_log_prob
 from pyro_mcvae.programs.types import (
     Constraint,
     Distribution,
@@ -228,9 +227,6 @@ def masked_entries(site: Site) -> Tensor | None:
 
 # Properties of one site of a Pyro trace: kind, plates, scale, log density.
 
-# Marks sites whose value is a relaxation of a discrete value.
-RELAXED = "_mcvae_relaxed"
-
 
 def is_scored(site: Site) -> bool:
     """Return whether a site carries a log density: a sample statement, not a plate's subsample."""
@@ -377,8 +373,6 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     :raises ValueError: naming the site, if the distribution rejects the value.
     """
     value = site["value"] if value is None else value
-    if site["infer"].get(RELAXED):
-        return relaxed_log_prob(site["fn"], value)
     if recordings and recordings[-1].supports and program == "model":
         check_support(site)
     with naming_site(site, program), exact_logs(value):
@@ -417,7 +411,7 @@ def check_support(site: Site) -> None:
     """
     support, value = known_support(site["fn"]), site["value"]
     anywhere = constraints.is_dependent(support) or elementwise(support) is constraints.real
-    if value is None or anywhere or not is_latent(site) or site["infer"].get(RELAXED):
+    if value is None or anywhere or not is_latent(site):
         return
     if not guard(support.check(value).all()):
         raise _density_error(site, "model", SiteError(f"it is not within the support ({support})"))

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from pyro import distributions as dist
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid
 
 from pyro_mcvae.ops.slots import (
     CountLaw,
     Slots,
-    betainc,
     budget_slots,
     count_slots,
-    gumbel,
     one_hot,
     product_slots,
-    straight_through,
     top_k_slots,
 )
 from pyro_mcvae.programs.types import Distribution
@@ -83,21 +79,19 @@ class Support(ABC):
             return self.fn.sample().unsqueeze(0)
 
 
-# The supports of countable distributions: Poisson, Geometric and NegativeBinomial.
+# The supports of countable distributions: Poisson and Geometric.
 
 
 def count_law(fn: Distribution) -> CountLaw | None:
     """
     Return the functions that slots of a countable distribution need; None for other distributions.
 
-    :param fn: Poisson, Geometric or NegativeBinomial, not wrapped.
+    :param fn: Poisson or Geometric, not wrapped.
     """
     if isinstance(fn, dist.Poisson):
         return _poisson(fn)
     if isinstance(fn, dist.Geometric):
         return _geometric(fn)
-    if isinstance(fn, dist.NegativeBinomial):
-        return _negative_binomial(fn)
     return None
 
 
@@ -110,13 +104,7 @@ def _poisson(fn: Distribution) -> CountLaw:
     def tail(x: Tensor) -> Tensor:
         return torch.where(x < 0, 1.0, torch.special.gammainc(x.clamp_min(0) + 1, rate))
 
-    return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), rate.floor())
-
-
-def _either(
-    cdf: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, left: torch.where(left, cdf(x), tail(x))
+    return CountLaw(fn.log_prob, cdf, tail, rate.floor())
 
 
 def _geometric(fn: Distribution) -> CountLaw:
@@ -131,27 +119,7 @@ def _geometric(fn: Distribution) -> CountLaw:
     def tail(x: Tensor) -> Tensor:
         return torch.where(x < 0, 1.0, log_tail(x).exp())
 
-    return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), torch.zeros_like(log_failure))
-
-
-def _negative_binomial(fn: Distribution) -> CountLaw:
-    failures, success = fn.total_count.detach(), fn.probs.detach()
-    failures = failures.to(success.dtype)
-
-    def tail(x: Tensor) -> Tensor:
-        return torch.where(x < 0, 1.0, betainc(x.clamp_min(0) + 1, failures, success))
-
-    def cdf(x: Tensor) -> Tensor:
-        return torch.where(x < 0, 0.0, betainc(failures, x.clamp_min(0) + 1, 1 - success))
-
-    def side(x: Tensor, left: Tensor) -> Tensor:
-        count = x.clamp_min(0) + 1
-        first, second = torch.where(left, failures, count), torch.where(left, count, failures)
-        probability = betainc(first, second, torch.where(left, 1 - success, success))
-        return torch.where(x < 0, torch.where(left, 0.0, 1.0), probability)
-
-    mode = (success * (failures - 1) / (1 - success)).floor().clamp_min(0)
-    return CountLaw(fn.log_prob, cdf, tail, side, mode)
+    return CountLaw(fn.log_prob, cdf, tail, torch.zeros_like(log_failure))
 
 
 # The categories of discrete distributions: their log probabilities, and values by number.
@@ -409,8 +377,7 @@ def support_of(fn: Distribution) -> Support | None:
     Return the values of a discrete distribution; None if they cannot be listed.
 
     :param fn: Categorical, OneHotCategorical, Bernoulli, Binomial, everything else with a finite
-        ``enumerate_support``, vectors of independent variables of these, and Poisson, Geometric and
-        NegativeBinomial.
+        ``enumerate_support``, vectors of independent variables of these, and Poisson and Geometric.
     """
     fn = unmasked(fn)
     if isinstance(fn, dist.OneHotCategorical):
@@ -448,47 +415,3 @@ def _independent(fn: Distribution) -> Support | None:
     if parts.size**count <= _MAX_JOINT:
         return _Joint(plain, parts)
     return Product(plain, parts, [*range(len(plain.batch_shape), parts.log_q.dim() - 1)], False)
-
-
-# Discrete distributions extended to relaxed values, which the gradient passes through.
-
-
-def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor | None:
-    """
-    Draw from the Gumbel-softmax relaxation; None for distributions without one.
-
-    :param fn: OneHotCategorical, Bernoulli, or a vector of independent variables of these.
-    :param bool hard: return one-hot (or binary) values, with the gradient of the relaxed values.
-    """
-    fn = unmasked(fn)
-    if isinstance(fn, torch.distributions.Independent):
-        return relaxed_sample(fn.base_dist, temperature, hard)
-    if isinstance(fn, dist.OneHotCategorical):
-        soft = (gumbel(fn.logits) / temperature).softmax(-1)
-        return straight_through(soft) if hard else soft
-    if isinstance(fn, dist.Bernoulli):
-        pair = torch.stack([torch.zeros_like(fn.logits), fn.logits], -1)
-        soft = (gumbel(pair) / temperature).softmax(-1)
-        return (straight_through(soft) if hard else soft)[..., 1]
-    return None
-
-
-def relaxed_log_prob(fn: Distribution, value: Tensor) -> Tensor:
-    r"""
-    Return the log density, linear in the value: :math:`\sum_k z_k \log q_k`.
-
-    :raises NotImplementedError: for distributions without a relaxation.
-    """
-    if unmasked(fn) is not fn:
-        return torch.where(fn._mask, relaxed_log_prob(unmasked(fn), value), 0.0)
-    if isinstance(fn, torch.distributions.Independent):
-        each = relaxed_log_prob(fn.base_dist, value)
-        count = fn.reinterpreted_batch_ndims
-        return each.sum(tuple(range(-count, 0))) if count else each
-    if isinstance(fn, dist.OneHotCategorical):
-        return (value * fn.logits.clamp_min(-1e4)).sum(-1)
-    if isinstance(fn, dist.Bernoulli):
-        return value * fn.logits - softplus(fn.logits)
-    raise NotImplementedError(
-        f"{type(fn).__name__} has no density at relaxed values: use OneHotCategorical or Bernoulli"
-    )

@@ -8,20 +8,23 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions.distribution import Distribution as PyroDistribution
 from pyro.distributions.score_parts import ScoreParts
-from pyro.distributions.util import is_identically_zero
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.util import is_identically_zero, sum_rightmost
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from torch.distributions import TransformedDistribution
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.exact_logs import exact_logs
 from pyro_mcvae.programs.sites import (
-    RELAXED,
     is_masked,
     is_random,
     is_scored,
+    layers,
     naming_site,
     observes_data,
     reparameterized,
@@ -30,6 +33,7 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.types import (
     LEADING,
+    Distribution,
     FactorKey,
     Site,
     is_subsampled,
@@ -40,18 +44,51 @@ from pyro_mcvae.programs.types import (
 
 # The density of a guide's draw in Pyro's parts: its value, its score, its path gradient.
 
+# score_parts methods without separate parts: the default, and methods that delegate.
+_PLAIN = (
+    None,
+    *(c.score_parts for c in (PyroDistribution, ExpandedDistribution, MaskedDistribution)),
+)
+
 
 def score_parts(site: Site) -> ScoreParts:
     """Return Pyro's ``ScoreParts`` of a guide site, unscaled, unmasked, for the whole draw."""
-    if site["infer"].get(RELAXED):
-        log_prob = unscaled_log_prob(site, "guide")
-        return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
+        # Do not use the distribution's parts: rejection samplers have them only for their own
+        # draws.
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
         return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
     with naming_site(site, "guide"), exact_logs(site["value"]):
-        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+        parts = site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+        if is_rejection_sampled(site["fn"]):
+            return parts._replace(score_function=_score(site["fn"], site["value"]))
+        return parts
+
+
+def is_rejection_sampled(fn: Distribution) -> bool:
+    """
+    Return whether a distribution is, or is made of, a :class:`pyro.distributions.Rejector`.
+
+    Its ``has_rsample`` is only partly true, because acceptance depends on the parameters too. The
+    gradient of an expectation needs the score function of the acceptance (Naesseth et al., 2017).
+    """
+    return any(map(_has_parts, layers(fn)))
+
+
+def _has_parts(fn: Distribution) -> bool:
+    return getattr(type(fn), "score_parts", None) not in _PLAIN
+
+
+def _score(fn: Distribution, value: Tensor) -> Tensor:
+    """Return the score of a rejection sampler, which Pyro drops in wrappers and transforms."""
+    if _has_parts(fn):
+        score: Tensor = fn.score_parts(value).score_function
+        return score
+    if isinstance(fn, TransformedDistribution):
+        for transform in reversed(fn.transforms):
+            value = transform.inv(value)
+    return sum_rightmost(_score(fn.base_dist, value), fn.event_dim - fn.base_dist.event_dim)
 
 
 # The factors of the weight of one run, and the structure by which runs are compared.
@@ -270,7 +307,7 @@ def _deferred_model_term(site: Site) -> Term:
 def _deferred_guide_term(site: Site) -> Term:
     """Return :func:`guide_term`, of pathwise draws with a density that is computed later."""
     is_pathwise = is_random(site) and reparameterized(site)
-    if not is_pathwise or may_cache(site["fn"]):
+    if not is_pathwise or may_cache(site["fn"]) or is_rejection_sampled(site["fn"]):
         return guide_term(site)
     return Term(FactorKey("guide", site["name"]), site, Deferred.checked(site, "guide"), None)
 

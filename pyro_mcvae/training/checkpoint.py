@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
+from pyro_mcvae.programs.isolation import saved_tables
 from pyro_mcvae.programs.stored_module import StoredModule
 
 # The states of all random number generators that a training step may use.
@@ -195,17 +196,14 @@ class ParamStorePart(Part):
                 self._store.set_state({"params": {name: parameter}, "constraints": constraint})
 
     def undo(self) -> Undo:
-        store = self._store
-        names = "_params", "_param_to_name", "_constraints"
-        before = {name: dict(getattr(store, name)) for name in names}
-        values = {name: p.detach().clone() for name, p in store._params.items()}
+        restore_tables = saved_tables()
+        values = [(p, p.detach().clone()) for p in self._store._params.values()]
 
         def restore() -> None:
-            for name, value in before.items():
-                setattr(store, name, value)
+            restore_tables()
             with torch.no_grad():
-                for name, value in values.items():
-                    before["_params"][name].copy_(value)
+                for parameter, value in values:
+                    parameter.copy_(value)
 
         return restore
 
@@ -229,12 +227,7 @@ def write_content(path: Path, content: Content) -> None:
     """Write a file, and atomically replace an older one."""
     # In the same folder, because replacing is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    # With checksums, regardless of PyTorch's settings.
-    get, set_ = (getattr(torch.serialization, f"{n}_crc32_options", None) for n in ("get", "set"))
-    computes = get() if get else True
     try:
-        if set_:
-            set_(True)
         with partial.open("xb") as file:
             torch.save(content, file)
             file.flush()
@@ -242,8 +235,6 @@ def write_content(path: Path, content: Content) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-        if set_:
-            set_(computes)
 
 
 def read_content(path: Path, weights_only: bool) -> Content:
@@ -440,8 +431,8 @@ def save_checkpoint(
     A :class:`CompiledELBO` runs its first steps uncompiled, also after a resume. With
     ``backend="eager"`` the numbers are the same; under other backends they differ by rounding.
 
-    Pass other state as ``extra``, such as an annealed temperature of :class:`GumbelSoftmax`. A draw
-    that :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
+    Pass other state as ``extra``, such as an annealed temperature. A draw that
+    :class:`MonteCarloEM` reuses for further updates is not saved, and is drawn again.
 
     :param path: the path of the file.
     :param parts: a dict of all objects that change in training, by any names: any object with

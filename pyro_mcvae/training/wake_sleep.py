@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import Term, guide_terms
-from pyro_mcvae.programs.types import FactorKey, Program, Site
+from pyro_mcvae.programs.types import FactorKey, Site
 from pyro_mcvae.structure import provenance
 from pyro_mcvae.structure.provenance import Escapes
 
@@ -42,15 +42,18 @@ if TYPE_CHECKING:
 # Simulated data ("dreams"): drawn from the joint density of the model, and scored by the guide.
 
 
-def dream(programs: Programs, subsamples: Minibatch) -> Trace:
+def dream(
+    programs: Programs, subsamples: Minibatch, fixed: Mapping[str, Tensor] | None = None
+) -> Trace:
     """
     Draw latents and data from the model's joint density, on a given minibatch.
 
     :param subsamples: the indices of each plate.
+    :param fixed: latents that are not drawn, by site.
     :raises ValueError: if no data can be drawn from the model.
     """
     try:
-        with Recorder(Substitutes(Minibatch(subsamples))) as recorder, Unconditioned():
+        with Recorder(Substitutes(Minibatch(subsamples), fixed or {})) as recorder, Unconditioned():
             programs.model(*programs.args, **programs.kwargs)
     except NotImplementedError as error:
         raise ValueError(
@@ -229,9 +232,6 @@ class _Marked:
 
 # The wake-sleep algorithm, for any model from which data can be simulated.
 
-# Models and guides may have other sites in every step, as with sequential minibatches.
-_MOST_CHECKS = 8
-
 DreamArgs = Callable[..., tuple[tuple[object, ...], dict[str, Any]]]
 
 
@@ -319,8 +319,6 @@ class WakeSleep(MonteCarloELBO):
             )
         self.num_dreams = num_dreams
         self.dream_args = dream_args
-        self._programs: tuple[Program, Program] | None = None
-        self._checked: set[frozenset[str]] = set()
 
     def estimate(self, programs: Programs) -> Estimate:
         runs = self.sampler.independent(programs, detach_latents=True)
@@ -342,7 +340,10 @@ class WakeSleep(MonteCarloELBO):
 
     def _sleep(self, programs: Programs, run: Run) -> Run:
         """Return the terms of the guide on simulated data, for the minibatch of the wake step."""
-        self._check(programs, run)
+        analysis = self.sampler.analyses.of(programs)
+        analysis.cached(
+            ("data can be simulated", run.signature), lambda: self._check(programs, run)
+        )
         with torch.no_grad():
             dreamt = dream(programs, run.subsamples)
             values = dreamt_values(run.model_trace, dreamt)
@@ -363,21 +364,10 @@ class WakeSleep(MonteCarloELBO):
         return replace(programs, args=tuple(arguments[0]), kwargs=arguments[1])
 
     def _check(self, programs: Programs, run: Run) -> None:
-        """Check each structure of model and guide once, if there are not too many."""
-        pair = programs.model, programs.guide
-        if self._programs != pair:
-            self._programs, self._checked = pair, set()
-        sites = frozenset(run.model_trace.nodes)
-        if sites in self._checked or len(self._checked) >= _MOST_CHECKS:
-            return
+        """Check whether data can be simulated, and whether the guide gets them."""
         check_factors(programs, run)
         if self.dream_args is None:
             check_reads(programs, run)
-        self._checked.add(sites)
-
-    def __getstate__(self) -> dict[str, object]:
-        # Models are often local functions, which cannot be pickled, so they are checked again.
-        return {**self.__dict__, "_programs": None, "_checked": set()}
 
 
 def _total(terms: Iterable[Term]) -> Tensor:

@@ -1,5 +1,7 @@
 r"""
-Log densities of Normal and Bernoulli sites that compute terms shared by all states only once.
+Log densities of Normal sites, and of the priors of Bernoulli vectors, for many states.
+
+Terms that all states share are computed only once.
 
 A distribution broadcasts its parameters against each other, and plates expand them further. The
 scale of a Gaussian decoder, one number, is expanded to shape ``[S, N, pixels]``, and ``log_prob``
@@ -23,7 +25,6 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
-from pyro_mcvae.ops.tensors import costs_nothing_to_read
 from pyro_mcvae.programs.sites import masked, unscaled_log_prob, without_autocast
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, FactorKey, Site
@@ -31,7 +32,8 @@ from pyro_mcvae.programs.types import Distribution, FactorKey, Site
 
 def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
     """
-    Return ``fn.log_prob(value)`` of a Normal or a Bernoulli, also under ``to_event`` and ``mask``.
+    Return ``fn.log_prob(value)`` of a Normal, also under ``to_event`` and ``mask``, or of a vector
+    of Bernoulli variables with the same logits in all states.
 
     :param fn: a distribution.
     :param ~torch.Tensor value: broadcastable to its shape.
@@ -54,14 +56,14 @@ def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
         return None
     if base._validate_args:
         base._validate_sample(value)
-    shape = _broadcast(value.shape, base.batch_shape)
+    shape = torch.broadcast_shapes(value.shape, base.batch_shape)
     if mask is not None:
         # Missing entries may be NaN, whose gradient a later mask would not remove.
         value = torch.where(mask, value, torch.zeros_like(value))
     with without_autocast():
-        log_prob: Tensor = form(base, value, shape[len(shape) - events :], mask)
+        log_prob = form(base, value, shape[len(shape) - events :], mask)
     batch = shape[: len(shape) - events]
-    return log_prob if log_prob.shape == batch else log_prob.expand(batch)
+    return log_prob if log_prob is None else log_prob.expand(batch)
 
 
 def broadcast_term(site: Site) -> Term:
@@ -103,51 +105,29 @@ def _squares(a: Tensor, b: Tensor) -> Tensor:
     return mse_loss(a, b, reduction="none")
 
 
-def _bernoulli(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
+def _bernoulli(
+    base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None
+) -> Tensor | None:
+    """Return the density of a vector with the same logits in all states; None for any other."""
     if "logits" in base.__dict__:
         logits = _unexpanded(base.logits)
     else:
         logits = probs_to_logits(_unexpanded(base.probs), is_binary=True)
-    if _all_ordinary(logits):
-        normaliser = softplus(logits)
-        if mask is not None:
-            value, normaliser = _zero_masked(value, mask), _zero_masked(normaliser, mask)
-        return _product(value, logits, event) - _sum(normaliser, event)
+    if mask is not None or len(event) != 1 or logits.numel() != event[0]:
+        return None
     # Zero times an infinite logit is zero here.
     most = torch.finfo(logits.dtype).max / 4
-    logits = logits.clamp(-most, most)
+    logits = logits.reshape(event).clamp(-most, most)
     # Relative to the most probable value: no two large terms cancel.
     mode = logits > 0
-    normaliser = softplus(torch.where(mode, -logits, logits))
     less = value - mode.to(value)
-    if mask is not None:
-        less, normaliser = _zero_masked(less, mask), _zero_masked(normaliser, mask)
-    total = _product(less, logits, event) - _sum(normaliser, event)
-    return torch.where(total < -most / 2, -torch.inf, total)
-
-
-def _all_ordinary(logits: Tensor) -> bool:
-    """
-    Return whether all values are more likely zero than one, and none is impossible.
-
-    This holds for sparse priors. Then no two large terms cancel, and a copy of all states is saved.
-    It is checked on the CPU only, because it would synchronize other devices.
-    """
-    if not costs_nothing_to_read(logits) or not logits.numel():
-        return False
-    low, high = torch.aminmax(logits.detach())
-    return bool((low > -1e30) & (high <= 0.0))
-
-
-def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:
-    """Return ``(value * logits).sum`` over event dims; a matrix product for a single vector."""
-    size = logits.shape[-1] if logits.dim() else 1
-    vector = len(event) == 1 and value.dim() > 1 and size == logits.numel() == value.shape[-1]
     # Sums of log densities must not be rounded, even if float32 products may be.
-    if vector and torch.get_float32_matmul_precision() == "highest" and value.dtype == logits.dtype:
-        return torch.mv(value.reshape(-1, size), logits.reshape(size)).reshape(value.shape[:-1])
-    less = value * logits
-    return less.sum(list(range(-len(event), 0))) if event else less
+    if torch.get_float32_matmul_precision() == "highest" and value.dtype == logits.dtype:
+        total = torch.mv(less.reshape(-1, event[0]), logits).reshape(value.shape[:-1])
+    else:
+        total = (less * logits).sum(-1)
+    total = total - softplus(torch.where(mode, -logits, logits)).sum()
+    return torch.where(total < -most / 2, -torch.inf, total)
 
 
 def _zero_masked(value: Tensor, mask: Tensor) -> Tensor:
@@ -155,22 +135,14 @@ def _zero_masked(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, value, torch.zeros_like(value))
 
 
-_FORMS: dict[type, Callable[[Distribution, Tensor, torch.Size, Tensor | None], Tensor]] = {
+_Form = Callable[[Distribution, Tensor, torch.Size, Tensor | None], Tensor | None]
+_FORMS: dict[type, _Form] = {
     # Only these exact types, because subclasses may have another density.
     dist.Normal: _normal,
     dist.Bernoulli: _bernoulli,
     torch.distributions.Normal: _normal,
     torch.distributions.Bernoulli: _bernoulli,
 }
-
-
-def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
-    """Return ``torch.broadcast_shapes``, which is slower than the density of a small minibatch."""
-    if a == b:
-        return a
-    depth = max(len(a), len(b))
-    left, right = (1,) * (depth - len(a)) + a, (1,) * (depth - len(b)) + b
-    return torch.Size(n if m == 1 else m for m, n in zip(left, right, strict=True))
 
 
 def _sum(value: Tensor, event: torch.Size) -> Tensor:

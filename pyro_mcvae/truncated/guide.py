@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from pyro_mcvae.truncated.states import (
     StatesError,
     StateSpace,
     distinct_states,
+    other_number_of_data,
 )
 
 # The observations that the states of a datum were searched for, to detect other data.
@@ -46,21 +46,18 @@ class DataRecord:
 
     def __init__(self) -> None:
         self._searched: Tensor | None = None
-        self._warned = False
 
-    def compare(self, runs: JointRuns, sample: WeightedParticles, searched: bool) -> Tensor | None:
+    def compare(self, runs: JointRuns, sample: WeightedParticles) -> Tensor | None:
         """
         Compare the observations of a minibatch with those that its states were searched for.
 
-        :param searched: whether states are now searched for these: then a difference only causes a
-            warning.
         :returns: their fingerprints; None if no observation is determined by the data alone.
         :raises StatesError: if states were searched for other observations.
         """
         fingerprints, searched_for = _fingerprints(runs.layouts, sample), self._searched
         if fingerprints is None or searched_for is None or not is_validation_enabled():
             return fingerprints
-        if searched_for.device != fingerprints.device or (searched and self._warned):
+        if searched_for.device != fingerprints.device:
             return fingerprints
         index, layout = runs.data.index, runs.layouts.layout
         before = searched_for.index_select(0, index.to(fingerprints.device))
@@ -69,21 +66,15 @@ class DataRecord:
         differs = (before[:, 0] - fingerprints[:, 0]).abs() > _TOLERANCE * scale
         if not bool(differs.any()):
             return fingerprints
-        names, many = sorted(map(repr, runs.layouts.fixed_data)), len(runs.layouts.fixed_data) > 1
-        message = (
-            f"site{'s' * many} {', '.join(names)} {'are' if many else 'is'} observed with other "
-            f"values than before at datum {int(index[differs.to(index.device)][0])} of plate "
-            f"'{layout.plates[-1].name}': states belong to a datum by its index, and these were "
-            f"searched for other observations. For minibatches pass their indices, "
-            f"pyro.plate(..., N, subsample=index); for held-out data create a guide by "
-            f"guide.for_data(...); for data that are drawn again at every step pass "
+        raise StatesError(
+            f"datum {int(index[differs.to(index.device)][0])} of plate '{layout.plates[-1].name}' "
+            f"has other values than before at the observed sites "
+            f"{', '.join(map(repr, sorted(runs.layouts.fixed_data)))}: states belong to a datum by "
+            f"its index, and these were searched for other observations. For minibatches pass "
+            f"their indices, pyro.plate(..., N, subsample=index); for held-out data create a guide "
+            f"by guide.for_data(...); for data that are drawn again at every step pass "
             f"fixed_data=False"
         )
-        if not searched:
-            raise StatesError(message)
-        self._warned = True
-        warnings.warn(message, stacklevel=4)
-        return fingerprints
 
     def keep(self, runs: JointRuns, new: Tensor) -> None:
         """Record the observations that states were searched for."""
@@ -152,11 +143,10 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     contribute the plain ELBO. All states of a datum share one draw of its other latents, so these
     must not depend on the discrete latents.
 
-    Each datum is identified by its index, and its states were searched for its observations. A
-    search with other observations logs a warning once; every other use of the guide with other
-    observations raises an error. Use :meth:`for_data` to create a guide for other data. The
-    observations are not saved with the states. They are not compared if all states are stored, or
-    if Pyro's validation is off.
+    Each datum is identified by its index, and its states were searched for its observations. A use
+    of the guide with other observations raises an error. Use :meth:`for_data` to create a guide for
+    other data. The observations are not saved with the states. They are not compared if all states
+    are stored, or if Pyro's validation is off.
 
     If called with the arguments of the model, it is an ordinary Pyro guide, which draws from q_n
     (for :class:`~pyro.infer.Predictive`). :meth:`posterior` returns expectations and marginals.
@@ -180,9 +170,9 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     :param int prior_draws: the number of states of each datum that a step also draws from the
         model, as candidates that single moves may not reach.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
-    :param bool fixed_data: whether the observations of a datum are the same in every call. Other
-        observations then raise an error. Pass False for data that change (by binarization). Values
-        that the model draws or computes from parameters are never compared.
+    :param bool fixed_data: whether the observations of a datum are the same in every call. Pass
+        False for data that change (by binarization). Values that the model draws or computes from
+        parameters are never compared.
     :param vectorize: run the model once for all states; None to do so only if it has the densities
         of a loop, as ``vectorize_particles`` of :class:`MonteCarloELBO`.
     :param max_plate_nesting: the number of batch dims of the programs' plates; inferred by default.
@@ -275,7 +265,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         for _ in range(check_count("num_steps", num_steps, 0)):
             with hidden_from_handlers(), torch.no_grad():
                 step = EStep(self, Programs(self.model, self, args, kwargs), self._sampler)
-                population, _ = step.evaluate(searched=True)
+                population, _ = step.evaluate()
                 step.keep(step.search(population))
         return self.posterior(*args, **kwargs).free_energy
 
@@ -377,12 +367,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         shape = tuple(self.get_buffer(name).shape)
         expected = (layout.num_data, self.num_states, space.num_bytes)
         if shape[1:] == expected[1:] and shape != expected:
-            raise ValueError(
-                f"plate '{layout.plates[-1].name}' has {expected[0]} data, but states are stored "
-                f"for {shape[0]}. For minibatches pass their indices, pyro.plate("
-                f"'{layout.plates[-1].name}', {shape[0]}, subsample=index); for other data "
-                f"(held out) create a guide by guide.for_data(...)"
-            )
+            raise other_number_of_data(layout.plates[-1].name, expected[0], shape[0])
         if shape != expected:
             raise ValueError(
                 f"the states of plate {layout.name!r} have shape {shape} (data, states, "
@@ -435,12 +420,11 @@ class EStep:
             self._guide._synchronized = True
             ranks.from_first_rank(self._states)
 
-    def evaluate(self, searched: bool = False) -> tuple[Population, WeightedParticles]:
+    def evaluate(self) -> tuple[Population, WeightedParticles]:
         """
         Evaluate the log joint of the stored states.
 
-        :param searched: whether states will be searched for these data, and stored.
-        :raises ValueError: if states are stored for other data, and not searched for these.
+        :raises ValueError: if states are stored for other data.
         """
         count, space = self._guide.num_states, self.runs.layouts.layout.space
         packed: list[Tensor] = []
@@ -454,7 +438,7 @@ class EStep:
         joint = self.runs.log_joint_rows(sample)
         # If all states are stored, they are valid for any data.
         if self._guide.fixed_data and count < space.cardinality:
-            self._observed = self._guide._record.compare(self.runs, sample, searched)
+            self._observed = self._guide._record.compare(self.runs, sample)
         return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
     def search(self, population: Population) -> Population:

@@ -272,6 +272,15 @@ class StatesError(SiteError):
     """The program does not fit the states stored for its data."""
 
 
+def other_number_of_data(plate: str, now: int, stored: int) -> StatesError:
+    """Return the error for a plate whose number of data is not that of the stored states."""
+    return StatesError(
+        f"plate '{plate}' has {now} data, but states are stored for {stored}. For minibatches pass "
+        f"their indices, pyro.plate('{plate}', {stored}, subsample=index); for other data (held "
+        f"out) create a guide by guide.for_data(...)"
+    )
+
+
 @dataclass(frozen=True)
 class SiteSpec:
     """
@@ -317,8 +326,6 @@ class SiteSpec:
             return gradient.gather(-1, at) - gradient.gather(-1, entries.long().unsqueeze(-1))
         if self.ordinal:
             return torch.stack([gradient, -gradient], dim=-1)
-        if self.size == 2:
-            return ((1 - 2 * entries.to(gradient)) * gradient).unsqueeze(-1)
         steps = torch.arange(1, self.size, device=entries.device)
         change = (entries.long().unsqueeze(-1) + steps) % self.size - entries.long().unsqueeze(-1)
         return change.to(gradient) * gradient.unsqueeze(-1)
@@ -477,12 +484,7 @@ class StateLayout:
                 )
             now = frame.full_size or frame.size
             if now != full:
-                raise StatesError(
-                    f"plate '{key.name}' has {now} data, but states are stored for {full}. For "
-                    f"minibatches pass their indices, pyro.plate('{key.name}', {full}, "
-                    f"subsample=index); for other data (held out) create a guide by "
-                    f"guide.for_data(...)"
-                )
+                raise other_number_of_data(key.name, now, full)
             at = subsamples.get(key.name)
             at = torch.arange(frame.size, device=device) if at is None else torch.as_tensor(at)
             if is_validation_enabled() and len(at):

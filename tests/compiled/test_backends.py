@@ -19,8 +19,7 @@ from torch._inductor import codecache
 from torch.fx import GraphModule
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled import backends
-from pyro_mcvae.compiled import backends as kernels
+from pyro_mcvae.compiled import backends, inductor
 from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.tracer import trace
@@ -168,7 +167,7 @@ def test_kernels_of_several_graphs_are_compiled_together(
     works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not works:
-        monkeypatch.setattr(kernels, "_source", lambda *_: "no C++ at all")
+        monkeypatch.setattr(inductor, "_source", lambda *_: "no C++ at all")
     alone = []
     load = codecache.CppPythonBindingsCodeCache.load_pybinding
     monkeypatch.setattr(
@@ -184,7 +183,7 @@ def test_kernels_of_several_graphs_are_compiled_together(
     graphs = [GraphModule(nn.Module(), trace(function, [x])[0]) for function in functions]
     expected = [graph(x) for graph in graphs]
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        with kernels.in_one_file():
+        with inductor.in_one_file():
             runs = [torch._inductor.compile(graph, [x]) for graph in graphs]
         for run, values in zip(runs, expected, strict=True):
             torch.testing.assert_close(list(run(x)), values)

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import runpy
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -22,9 +24,9 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.compiled import backends
-from pyro_mcvae.compiled.backends import quick, same_bits
-from pyro_mcvae.compiled.graph import as_function, join_parts
+from pyro_mcvae.compiled import backends, inductor
+from pyro_mcvae.compiled.backends import same_bits
+from pyro_mcvae.compiled.graph import as_function, join_parts, quick
 from pyro_mcvae.compiled.repeats import Outline, outline
 from pyro_mcvae.compiled.tracer import trace
 from pyro_mcvae.ops.tensors import Generators
@@ -46,7 +48,7 @@ def outlined(graph: GraphModule, example: list[Tensor]) -> Outline:
     return found
 
 
-def as_it_is(body: GraphModule, _: list[Tensor], __: bool) -> Callable[[], Function]:
+def as_it_is(body: GraphModule, _: list[Tensor]) -> Callable[[], Function]:
     def run(*inputs: Tensor) -> list[Tensor]:
         result: list[Tensor] = body(*inputs)
         return result
@@ -192,8 +194,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         run = quick(graph)
         return lambda inputs: list(run(*inputs))
 
-    monkeypatch.setattr(backends, "_inductor", replayed)
-    monkeypatch.setattr(backends, "in_one_file", contextlib.nullcontext)
+    monkeypatch.setattr(inductor, "_inductor", replayed)
+    monkeypatch.setattr(inductor, "in_one_file", contextlib.nullcontext)
 
 
 def test_training_and_evaluation_of_masked_minibatches(
@@ -233,29 +235,38 @@ def test_an_input_of_another_layout_is_refused(no_compiler: None) -> None:
         run(*(t.t() if t.dim() == 2 else t for t in example))
 
 
-def test_small_memory_of_bodies_is_kept_between_steps() -> None:
-    names: dict[str, Any] = {"torch": torch, "empty_strided_cpu": torch.empty_strided}
-    code = """
+def test_small_memory_of_bodies_is_kept_between_steps(tmp_path: Path) -> None:
+    (tmp_path / "generated.py").write_text("""
+import torch
+empty_strided_cpu, reinterpret_tensor = torch.empty_strided, torch.as_strided
+
 def call(self, args):
-    small, large = empty_strided_cpu((3,), (1,)), empty_strided_cpu((9000,), (1,))
-    return [torch.add(args[0], 1, out=small), large]
-"""
-    exec(code, names)
-    call = types.MethodType(names["call"], None.__class__)
-    memory, results = backends._Memory(call), []
-    for i in range(3):
-        with memory:
-            results.append(call([torch.full((3,), float(i))]))
-        assert names["empty_strided_cpu"] is torch.empty_strided
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cpu((3, 1), (1, 1), dtype=torch.float32)
+    buf1 = reinterpret_tensor(buf0, (3,), (1,)); del buf0  # reuse
+    buf2 = empty_strided_cpu((9000,), (1,), dtype=torch.float32)
+    buf3 = reinterpret_tensor(buf2, (3,), (1,), 0)
+    torch.add(x, 1, out=buf1)
+    buf4 = torch.exp(x)
+    del x
+    return (buf1, buf2, buf3, buf4)
+""")
+    call = types.MethodType(runpy.run_path(str(tmp_path / "generated.py"))["call"], object())
+    run = inductor._with_memory(call)
+    results = [run(torch.full((3,), float(i))) for i in range(3)]
     assert results[0][0] is results[1][0] is results[2][0]
     assert results[2][0].tolist() == [3.0, 3.0, 3.0]
-    assert len({id(large) for _, large in results}) == 3
+    for i, (_, large, view, exp) in enumerate(results):
+        assert large.data_ptr() == view.data_ptr()
+        torch.testing.assert_close(exp, torch.full((3,), float(i)).exp())
+    assert len({large.data_ptr() for _, large, *_ in results}) == 3
 
 
 @pytest.mark.slow
 def test_compiled_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many kernels for any length; what a step returned stays as it is in the next one."""
-    counts, compile = [], backends._inductor
+    counts, compile = [], inductor._inductor
     for count in (6, 16):
         graph, example = recorded(Chain(count), torch.randn(3, 4))
         kernels: list[int] = []
@@ -264,7 +275,7 @@ def test_compiled_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
             kernels.append(1)
             return compile(*args)
 
-        monkeypatch.setattr(backends, "_inductor", counted)
+        monkeypatch.setattr(inductor, "_inductor", counted)
         run = backends.Backend("inductor", {}).compile(graph, example)
         counts.append(len(kernels))
         first = run(*example)

@@ -315,7 +315,6 @@ def test_a_vector_is_one_variable_over_the_product(estimator):
 COUNTS = {
     "poisson": lambda raw: dist.Poisson(raw.exp()),
     "geometric": lambda raw: dist.Geometric(logits=raw),
-    "negative-binomial": lambda raw: dist.NegativeBinomial(2.5, logits=raw),
 }
 
 
@@ -325,7 +324,6 @@ COUNTS = {
         *[("poisson", "k0"), ("geometric", "k1"), ("poisson", "k2-n2"), ("geometric", "budget2")],
         *(pytest.param("poisson", e, marks=SLOW) for e in ("k1", "budget2", "k1-loo")),
         *(pytest.param("geometric", e, marks=SLOW) for e in ("k0", "k2-n2", "k1-loo")),
-        pytest.param("negative-binomial", "k1", marks=SLOW),
     ],
 )
 def test_countable_sites(kind, estimator):

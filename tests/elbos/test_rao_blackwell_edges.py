@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pyro.optim
 import pytest
 import torch
-from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer import TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.infer.autoguide.effect import GuideMessenger
 from pyro.ops.indexing import Vindex
@@ -15,7 +15,6 @@ from pyro.ops.indexing import Vindex
 from pyro_mcvae import (
     NVIL,
     REBAR,
-    GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
     TraceRaoBlackwell_ELBO,
@@ -175,29 +174,6 @@ def test_a_one_hot_site_takes_no_square_tensor():
     assert largest[0] <= 6 * 7 * size
 
 
-@pytest.mark.parametrize("hard", [False, True])
-def test_gumbel_softmax_trains(hard):
-    target = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-
-    def model():
-        with pyro.plate("data", 2):
-            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
-            pyro.sample("b", dist.Bernoulli(0.5))
-            pyro.sample("x", dist.Normal(y, 0.3).to_event(1), obs=target)
-
-    def guide():
-        with pyro.plate("data", 2):
-            pyro.sample("y", dist.OneHotCategorical(logits=param("q", 2, 3)))
-            pyro.sample("b", dist.Bernoulli(logits=param("beta", 2)))
-
-    elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5, hard=hard), entropy="exact")
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
-    for _ in range(200):
-        svi.step()
-    assert (pyro.param("q").argmax(-1) == torch.tensor([0, 1])).all()
-    assert (pyro.param("beta").abs() < 1.0).all()
-
-
 def continuous(infer):
     def model():
         pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -261,8 +237,6 @@ def test_sites_that_cannot_have_slots_are_named():
         elbo.loss_and_grads(*one_site(torch.zeros(2, 3), infer={"mcvae": {"num_categories": -1}}))
     with pytest.raises(ValueError, match=r"'y' has 3 values.*num_samples=0 leaves the others out"):
         TraceRaoBlackwell_ELBO(1, 0).loss_and_grads(*one_site(torch.zeros(2, 3)))
-    with pytest.raises(ValueError, match=r"GumbelSoftmax relaxes OneHot.*'y' is a Categorical"):
-        TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax()).loss(*one_site(torch.zeros(2, 3)))
 
 
 def meeting(is_model):

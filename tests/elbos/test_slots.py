@@ -16,7 +16,6 @@ from pyro_mcvae import (
     RELAX,
     ULA,
     CompiledELBO,
-    GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
     RandomWalk,
@@ -426,7 +425,6 @@ def relaxing():
         (whole, {}, "site 'y' is shared by all data, so it is drawn once a step"),
         (None, {"baseline": relaxing()}, "RELAX relaxes guide site 'y', whose slots"),
         (None, {"baseline": REBAR(lambda y, x: y)}, "REBAR relaxes guide site 'y', whose slots"),
-        (None, {"baseline": GumbelSoftmax()}, "GumbelSoftmax relaxes guide site 'y', whose slots"),
         (None, {"num_samples": 0}, "site 'y' has 3 values, of which num_categories=1 are summed"),
     ],
 )

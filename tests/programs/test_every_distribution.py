@@ -74,6 +74,14 @@ MADE = {
     "MaskedMixture": lambda a, b: dist.MaskedMixture(
         torch.tensor(True), dist.Normal(a, positive(b)), dist.Normal(b, positive(a))
     ),
+    "MixtureOfDiagNormals": lambda a, b: dist.MixtureOfDiagNormals(
+        torch.stack([1 + pair(a, b), pair(1 + b, a)]),
+        positive(torch.stack([pair(a, b), pair(b, b)])),
+        pair(a, b),
+    ),
+    "MixtureOfDiagNormalsSharedCovariance": lambda a, b: dist.MixtureOfDiagNormalsSharedCovariance(
+        torch.stack([1 + pair(a, b), pair(1 + b, a)]), positive(pair(a, b)), pair(a, b)
+    ),
     "MultivariateNormal": lambda a, b: dist.MultivariateNormal(
         pair(a, b), precision_matrix=tril(a, b) @ tril(a, b).mT
     ),
@@ -139,6 +147,9 @@ DRAWN = {
     ),
     "OrderedLogistic": lambda a: dist.OrderedLogistic(a, pair(one(-1.0), one(0.5))),
     "Poisson": lambda a: dist.Poisson(2 + a),
+    "SineBivariateVonMises": lambda a: dist.SineBivariateVonMises(
+        a, one(-0.2), 1 + a, one(0.9), one(0.5)
+    ),
     "SineSkewed": lambda a: dist.SineSkewed(
         dist.VonMises(pair(a, one(1.0)), 1 + a).to_event(1), pair(one(0.4), one(-0.3))
     ),
@@ -176,11 +187,6 @@ WITHOUT = {
     "a density of one value only": {"GaussianScaleMixture"},
     "nothing of its own": {"Empirical", "LKJCorrCholesky", "Rejector", "TruncatedPolyaGamma"},
     "ends that move": {"Uniform"},
-    "a fault, without pathwise draws": {
-        "MixtureOfDiagNormals",
-        "MixtureOfDiagNormalsSharedCovariance",
-        "SineBivariateVonMises",
-    },
     "draws that are changed in place": {"Wishart"},
     "rounded draws": {
         "OneHotCategoricalStraightThrough",

@@ -1,4 +1,4 @@
-"""Draws of rejection samplers have the gradient of the score function, however they are wrapped."""
+"""Draws of rejection samplers have a path gradient and a score, however they are wrapped."""
 
 import math
 
@@ -106,7 +106,7 @@ def test_gradient_is_the_closed_form(way, loss):
     assert_mean(gradients(loss(), *programs(way)), exact_gradient())
 
 
-def test_particles_of_one_logarithm_have_the_score():
+def test_particles_of_one_logarithm_have_the_path_and_the_score():
     result = gradients(TraceIWAE_ELBO(1), *programs("to_event"))
     assert_mean(result, exact_gradient())
 

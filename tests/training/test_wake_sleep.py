@@ -575,14 +575,3 @@ def test_improper_priors():
             pyro.sample("z", dist.Normal(slope() * x, 0.5))
 
     refused(model, guide, "no data can be simulated.*has no draws", make_data())
-
-
-@pytest.mark.parametrize("count", [0, 1.0, True])
-def test_counts_must_be_positive(count):
-    with pytest.raises(ValueError, match="num_dreams must be an int of at least 1"):
-        WakeSleep(num_dreams=count)
-
-
-def test_dream_args_must_be_callable():
-    with pytest.raises(ValueError, match=r"dream_args must be a function .*got 3"):
-        WakeSleep(dream_args=3)

@@ -28,17 +28,17 @@ import pyro.distributions as dist
 import torch
 from common import Results, draw_curves, read_mnist, same_settings, write_table
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, gumbel_softmax, one_hot
 from tqdm import tqdm
 
 from pyro_mcvae import (
     NVIL,
     RELAX,
     CompiledELBO,
-    GumbelSoftmax,
     IndependentDraw,
     SummedMean,
     TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
     load_checkpoint,
     save_checkpoint,
 )
@@ -73,16 +73,27 @@ class Generator(nn.Module):
             pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=x)
 
 
+class GumbelSoftmax(dist.OneHotCategorical):
+    """Draws one-hot vectors with the biased gradient of their Gumbel-softmax relaxation."""
+
+    has_rsample = True
+
+    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        logits = self.logits.expand(self._extended_shape(sample_shape))
+        return gumbel_softmax(logits, tau=0.5, hard=True)
+
+
 class Inference(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, law: type[dist.OneHotCategorical] = dist.OneHotCategorical) -> None:
         super().__init__()
+        self.law = law
         self.classifier = mlp(784, 256, 256, 256, CLASSES)
         self.encoder = mlp(784 + CLASSES, 128, 128, 2 * LATENT)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> None:
         with pyro.plate("data", len(x)):
             if y is None:
-                y = pyro.sample("y", dist.OneHotCategorical(logits=self.classifier(x)))
+                y = pyro.sample("y", self.law(logits=self.classifier(x)))
             loc, log_scale = self.encoder(joined(x, y)).chunk(2, -1)
             pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
 
@@ -96,7 +107,8 @@ class Control(nn.Module):
         return self.layers(joined(relaxed, x)).squeeze(-1)
 
 
-METHODS: dict[str, Callable[[], TraceRaoBlackwell_ELBO]] = {
+GUMBEL = "Gumbel-softmax"
+METHODS: dict[str, Callable[[], TraceRaoBlackwell_ELBO | TraceSGVB_ELBO]] = {
     "RB-REINFORCE (k = 1)": lambda: TraceRaoBlackwell_ELBO(1),
     "RB, k = 1, mean of summed": lambda: TraceRaoBlackwell_ELBO(1, baseline=SummedMean()),
     "exact sum": lambda: TraceRaoBlackwell_ELBO(math.inf),
@@ -104,7 +116,7 @@ METHODS: dict[str, Callable[[], TraceRaoBlackwell_ELBO]] = {
     "REINFORCE+": lambda: TraceRaoBlackwell_ELBO(0, baseline=IndependentDraw()),
     "NVIL": lambda: TraceRaoBlackwell_ELBO(0, baseline=NVIL(mlp(784, 64, 1))),
     "RELAX": lambda: TraceRaoBlackwell_ELBO(0, baseline=RELAX(Control())),
-    "Gumbel-softmax": lambda: TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5), entropy="exact"),
+    GUMBEL: TraceSGVB_ELBO,
 }
 
 
@@ -116,12 +128,13 @@ class Experiment:
     def __init__(self, name: str, seed: int, device: str, compiled: bool = False) -> None:
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
-        self.model, self.guide = Generator().to(device), Inference().to(device)
+        law = GumbelSoftmax if name == GUMBEL else dist.OneHotCategorical
+        self.model, self.guide = Generator().to(device), Inference(law).to(device)
         # Creating the networks of a baseline does not advance the random state, so that every
         # estimator gets the same minibatches.
         with torch.random.fork_rng():
-            elbo = METHODS[name]().to(device)
-        self.uncompiled = elbo(self.model, self.guide)
+            elbo = METHODS[name]()
+        self.uncompiled = elbo(self.model, self.guide).to(device)
         # The evaluation takes one step per epoch, so recording it would not pay off.
         self.module = CompiledELBO(elbo)(self.model, self.guide) if compiled else self.uncompiled
         self.optimizer = torch.optim.Adam(self.uncompiled.parameters(), lr=1e-3)
