@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -586,10 +586,6 @@ def _state_mismatch(key: FactorKey, sums: str) -> RuntimeError:
 
 _logger = logging.getLogger(__name__)
 
-# Programs with stochastic structure have many sizes: the first ones are all compared, and later
-# only a fraction.
-_AT_ONCE, _THEN_ONE_IN = 64, 16
-
 
 def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool) -> None:
     """
@@ -599,41 +595,21 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
         then programs that cannot be compared with single runs only cause a warning.
     :raises LeadingDimsError: as in :class:`LeadingRun`.
     """
-    run = leading.run
     # The key is without the number of particles, because the comparison uses another number.
-    key = "compared", run.signature, leading.shared, leading.mode
+    key = "compared", leading.run.signature, leading.shared, leading.mode
 
-    def compare() -> None:
+    def compare() -> bool:
         try:
             leading.check(thorough=not analysis.before(key))
         except NotComparedError as error:
             if not (trusted and leading.ran):
                 raise
             _logger.warning("%s (vectorize_particles=True is trusted)", error)
+        return True
 
-    _once_of_many(analysis, key, compare, leading.name.name)
+    analysis.cached(key, compare)
 
 
 def compare_states(analysis: Analysis, programs: Programs, run: Run) -> None:
     """Check that a run whose states are summed has the densities of single states."""
-    key = "compared", "states", run.signature
-    _once_of_many(analysis, key, lambda: check_states(programs, run), "states")
-
-
-def _once_of_many(
-    analysis: Analysis, key: tuple[Hashable, ...], compare: Callable[[], None], name: str
-) -> None:
-    if analysis.get(key) is not None:
-        return
-    number = analysis.count("compared")
-    if number == _AT_ONCE:
-        _logger.warning(
-            "the programs have had %d sets of sizes, each of which was compared with a loop over "
-            "its %s; of the following ones, one in %d is compared",
-            _AT_ONCE,
-            name,
-            _THEN_ONE_IN,
-        )
-    if number < _AT_ONCE or number % _THEN_ONE_IN == 0:
-        compare()
-    analysis.put(key, True)
+    analysis.cached(("compared states", run.signature), lambda: check_states(programs, run))

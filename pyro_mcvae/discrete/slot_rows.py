@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -419,8 +420,7 @@ class SlotPlanner:
         """
         Begin a step, again if its discrete sites differ from the assumed ones.
 
-        :returns: the result of ``make``, and its draws; None for programs without discrete local
-            sites.
+        :returns: the result of ``make``, and its draws; None without discrete local sites.
         :raises SlotError: naming a site that cannot have the requested slots.
         """
         analysis = sampler.analyses.of(programs)
@@ -432,13 +432,8 @@ class SlotPlanner:
                     result, sample = make(draws)
                     if draws is not None and len(sample.runs) > 1:
                         _check_rows(sample)
-                    notes: dict[Hashable, SlotPlan | None] = sample.structure.notes
-                    if make_plan not in notes:
-                        with isolated(programs.owners):  # counting the slots also draws
-                            notes[make_plan] = make_plan(
-                                programs, sample, self.options, self.common, self._warn
-                            )
-                    new_plan = notes[make_plan]
+                    key = "slot plan of", sample.runs[0].signature
+                    new_plan = analysis.cached(key, partial(self._plan, programs, sample))
                     if new_plan.fits(plan) if new_plan else plan is None:
                         analysis.put(_PLAN, plan)
                         return result, draws
@@ -449,6 +444,10 @@ class SlotPlanner:
                     analysis.put(_CHANGING, True)
                     return self.begin(sampler, programs, make)
         raise SlotError(_UNSTABLE)
+
+    def _plan(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
+        with isolated(programs.owners):  # counting the slots also draws
+            return make_plan(programs, sample, self.options, self.common, self._warn)
 
 
 def _check_rows(sample: WeightedParticles) -> None:

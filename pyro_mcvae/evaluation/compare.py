@@ -36,6 +36,7 @@ from pyro_mcvae.evaluation.options import (
     check_function,
     make_options,
     make_programs,
+    progress_bar,
 )
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
@@ -43,7 +44,6 @@ from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
-from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
 from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
@@ -318,8 +318,8 @@ def compare(
     def new_svi(loss: Any, optim: PyroOptim) -> SVI:
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
 
-    with each_once(), restored(()), Progress("comparing", settings.progress, "turn") as bar:
-        bar.expect((num_checks + 1) * len(pairs))
+    with each_once(), restored(()), progress_bar(settings.progress, "comparing") as bar:
+        bar.total = (num_checks + 1) * len(pairs)
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
@@ -328,7 +328,6 @@ def compare(
         comparison, start = Comparison({}, learns), _remember(parts)
         try:
             for name, pair in pairs.items():
-                bar.describe(name)
                 new_svi(*pair).step(*first.args, **first.kwargs)
                 start()
                 pyro.set_rng_seed(seed)
@@ -336,12 +335,12 @@ def compare(
                 with weights_of(programs, checks) as weights:
                     untrained = estimate(weights, check_particles)
                 trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
-                bar.step()
+                bar.update()
                 for turn in range(num_checks):
                     limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
                     _train(trained, svi, stream, data, *limits)
                     _check(trained, programs, checks)
-                    bar.step()
+                    bar.update()
                 if not trained.failed:
                     trained.guide, trained.evidence = guide_and_chains(programs, settings)
                 comparison[name] = trained
@@ -657,12 +656,9 @@ def compare_models(
     settings = make_options("compare_models", options)
     pairs = _pairs(models, args, model_kwargs)
     evidences = {}
-    with each_once(), Progress("models", settings.progress, "model") as bar:
-        bar.expect(len(pairs))
+    with each_once():
         for name, programs in pairs.items():
-            bar.describe(name)
             evidences[name] = guide_and_chains(programs, settings)[1]
-            bar.step()
     _check_alike(evidences)
     return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
 

@@ -149,6 +149,11 @@ class LogEvidence:
         return (self.scale * self.standard_error).square().sum().sqrt()
 
     @property
+    def added(self) -> float:
+        """Return the nats that were added for labellings that the guide does not draw."""
+        return (self.labellings and self.labellings.added) or 0.0
+
+    @property
     def mean(self) -> Tensor:
         """Return the mean over the data, in nats per datum."""
         return self.log_evidence.mean()
@@ -321,9 +326,8 @@ def log_evidence(
         * ``max_plate_nesting``: as in Pyro; inferred by default.
         * ``strict_enumeration_warning=False``: True raises an error for guide sites that are marked
           for enumeration; False draws them.
-        * ``progress=None``: True shows a progress bar if ``tqdm`` is installed. None shows it on
-          a terminal and in notebooks, if the evaluation takes longer than two seconds, and
-          logs a line per minute elsewhere.
+        * ``progress=None``: True shows a progress bar. None shows it on a terminal and in
+          notebooks, if the evaluation takes longer than two seconds.
     :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides with only point masses, point
         masses in the data's plates, and chains without continuous latents. Also for guides that

@@ -28,7 +28,6 @@ from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, 
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable, saved_tables
-from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -111,17 +110,30 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
 # The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
 
 
+def progress_bar(show: bool | None, text: str) -> Any:
+    """
+    Return a progress bar whose total may grow.
+
+    :param show: None shows it after two seconds, if the output is a terminal or a notebook.
+    """
+    from tqdm.auto import tqdm  # which Pyro needs
+
+    disable = None if show is None else not show
+    delay = 0 if show else 2
+    return tqdm(desc=text, total=0, leave=False, disable=disable, delay=delay)
+
+
 class Counted:
     """Transitions that advance a progress bar."""
 
-    def __init__(self, inner: Transition, progress: Progress, amount: float) -> None:
+    def __init__(self, inner: Transition, bar: Any, count: int) -> None:
         self.adjusted = inner.adjusted
-        self._inner, self._progress, self._amount = inner, progress, amount
+        self._inner, self._bar = inner, bar
+        bar.total += count
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
-        moved = self._inner.step(state, target)
-        self._progress.step(self._amount)
-        return moved
+        self._bar.update()
+        return self._inner.step(state, target)
 
 
 EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
@@ -202,7 +214,7 @@ class Annealing:
         self.kernel.eval()
 
 
-# Transitions between two evaluations of the population.
+# Transitions of a window.
 MOVES = 5
 # The number of entries of all factors above which correlations are left out.
 _LARGEST = 1 << 24
@@ -272,9 +284,8 @@ class Options:
     :param max_plate_nesting: as in Pyro; inferred by default.
     :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
         enumeration; False draws them.
-    :param progress: True shows a progress bar if ``tqdm`` is installed. None shows it on a terminal
-        and in notebooks, if the evaluation takes longer than two seconds, and logs a line per
-        minute elsewhere.
+    :param progress: True shows a progress bar. None shows it on a terminal and in notebooks, if the
+        evaluation takes longer than two seconds.
     """
 
     num_particles: int = 1000

@@ -285,15 +285,12 @@ def refine(
     with weights_of(programs, settings, annealing) as sampler:
         # All candidates of a draw must be in the same chunk.
         size = 1 if sampler.drawn else max(1, sampler.chunk_size // candidates)
-        sampler.progress.expect(num_samples * candidates)
         while done < num_samples:
             if sampler.drawn and done:
                 sampler.renew()
             count = min(size, num_samples - done)
             parts.append(_refined(sampler, count, candidates, num_transitions, summary))
             done += count
-            if annealing is None:
-                sampler.progress.step(count * candidates)
         draws = _joined(parts)
         draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
         draws.step_size = (

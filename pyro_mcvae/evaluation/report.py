@@ -182,9 +182,8 @@ class Report:
     @property
     def advice(self) -> str:
         """Return what to try next, in one sentence, by the rules of ``docs/choose.md``."""
-        labellings = self.evidence.labellings
         # No loss closes the part of the gap that comes from labellings.
-        missing = 0.0 if labellings is None else labellings.added or 0.0
+        missing = self.evidence.added
         gap, heavy = float(self.gap.mean()) - missing, fraction(self.guide.unreliable)
         richer = "a richer guide (full covariances, or a flow)"
         if self.misses:
@@ -222,8 +221,8 @@ class Report:
             table(rows),
         ]
         gap = f"ELBO {float(self.bound.mean()):.3f}, gap {float(self.gap.mean()):.3f}"
-        if self.evidence.labellings is not None and self.evidence.labellings.added:
-            gap += f", {self.evidence.labellings.added:.3f} of it for labellings"
+        if self.evidence.added:
+            gap += f", {self.evidence.added:.3f} of it for labellings"
         lines.append(gap)
         if n > 1:
             worst = (f"{i[0] if len(i) == 1 else i} ({gap:.2f})" for i, gap in self.worst())
@@ -242,27 +241,24 @@ class Report:
     @property
     def _reliability(self) -> tuple[str, str]:
         """Return whether the evidence is known, and whether modes may be missed."""
-        known = "The evidence and its error can be trusted."
-        modes = "Modes that the guide misses would not be detected."
-        if not self.checked_modes and not isinstance(self.prior, str):
-            known = f"{known[:-1]}, if no mode is missed."
-        if self.checked_modes:
-            modes = "Chains from the prior find no modes that the guide misses."
         if self.misses:
             modes = "The guide misses a part of the posterior, such as a mode."
-        if not self.trusted:
+        elif self.checked_modes:
+            modes = "Chains from the prior find no modes that the guide misses."
+        else:
+            modes = "Modes that the guide misses would not be detected."
+        if self.trusted:
+            is_known = self.checked_modes or isinstance(self.prior, str)
+            unless = "" if is_known else ", if no mode is missed"
+            return f"The evidence and its error can be trusted{unless}.", modes
+        more = f"num_particles={10 * self.evidence.num_particles} may come closer"
+        if self.misses:  # neither its draws nor chains from them reach the rest
+            more = "more draws or longer chains from this guide may not reach it"
+        elif not self.discrete:
             steps = max((_steps(c) for c in self.chains), default=0)
-            more = f"num_particles={10 * self.evidence.num_particles}"
-            if not self.discrete:
-                more = f"chains (schedule={4 * steps or 10}) or {more}"
-            more = f"{more} may come closer"
-            if self.misses:  # neither its draws nor chains from them reach the rest
-                more = "more draws or longer chains from this guide may not reach it"
-            known = (
-                f"The evidence is a lower bound, and its error may be much larger than printed; "
-                f"{more}."
-            )
-        return known, modes
+            more = f"chains (schedule={4 * steps or 10}) or {more}"
+        lower = "The evidence is a lower bound, and its error may be much larger than printed"
+        return f"{lower}; {more}.", modes
 
 
 def report(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -36,6 +37,7 @@ from pyro_mcvae.evaluation.options import (
     Counted,
     Options,
     evaluation_mode,
+    progress_bar,
     whiten,
 )
 from pyro_mcvae.ops.checks import each_once
@@ -43,7 +45,6 @@ from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
 from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
@@ -156,6 +157,7 @@ class ImportanceSampler:
     minibatch (without ``joint`` also the global latents) of every chunk.
 
     :ivar programs: the weighted model and guide; see :func:`masked_latents`.
+    :param bar: a progress bar, from :func:`progress_bar`.
     :param annealing: chains instead of plain importance sampling.
     :ivar fixed_latents: latents with fixed values: point masses, and global latents drawn once.
     :ivar drawn: the global latents that are drawn once.
@@ -167,10 +169,10 @@ class ImportanceSampler:
         self,
         programs: Programs,
         options: Options,
-        progress: Progress,
+        bar: Any,
         annealing: Annealing | None = None,
     ) -> None:
-        self.programs, self.progress, self.annealing = programs, progress, annealing
+        self.programs, self.annealing, self._bar = programs, annealing, bar
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
         with check_trained(programs.guide) as check:
@@ -332,8 +334,7 @@ class ImportanceSampler:
             count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
             density = self.density(count)
             assert isinstance(density, ChainDensity)
-            self.progress.expect(count * annealing.warmup)
-            counted = Counted(annealing.kernel, self.progress, count / MOVES)
+            counted = Counted(annealing.kernel, self._bar, MOVES * annealing.warmup)
             annealing.whitening = whiten(density, annealing, counted)
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains, so a few hundred are enough.
@@ -341,7 +342,6 @@ class ImportanceSampler:
             if self.loops:  # no more chains than requested
                 annealing.warmup = min(annealing.warmup, self._options.num_particles)
                 count = min(count, max(1, self._options.num_particles // annealing.warmup))
-            self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
                 if not chain.infos:
@@ -358,12 +358,11 @@ class ImportanceSampler:
         assert self.annealing is not None
         density = self.density(count)
         start = density.start()
-        moves = self.annealing.num_steps if last_transition else self.annealing.num_steps - 1
-        transition = self.annealing.transition(self.programs)
+        moves = self.annealing.num_steps - (not last_transition)
         chain = anneal(
             start,
             self.annealing.betas.to(start.log_weight.device),
-            Counted(transition, self.progress, count / max(1, moves)),
+            Counted(self.annealing.transition(self.programs), self._bar, moves),
             density,
             density.log_weight.movable,
             last_transition,
@@ -394,13 +393,11 @@ class ImportanceSampler:
 
     def chunks(self, count: int) -> Iterator[int]:
         """Return the sizes of the chunks in which ``count`` particles are drawn."""
-        self.progress.expect(count)
-        while count > 0:
-            size = min(self.chunk_size, count)
+        sizes = [min(self.chunk_size, count - i) for i in range(0, count, self.chunk_size)]
+        self._bar.total += len(sizes)
+        for size in sizes:
             yield size
-            if self.annealing is None:  # with chains, transitions are counted instead
-                self.progress.step(size)
-            count -= size
+            self._bar.update()
 
     def check(self, log_weight: Tensor, runs: list[Run]) -> None:
         """
@@ -509,7 +506,7 @@ def weights_of(
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
         outside_inference_mode(programs) as programs,
-        Progress("evaluating", options.progress, "particle") as progress,
+        progress_bar(options.progress, "evaluating") as bar,
         torch.no_grad(),
     ):
-        yield ImportanceSampler(programs, options, progress, annealing)
+        yield ImportanceSampler(programs, options, bar, annealing)

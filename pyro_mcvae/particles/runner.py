@@ -264,7 +264,7 @@ class Runner:
             # The wrong sites were drawn once for all particles.
             raise _RepeatError(actual)
         self._has_run = True
-        final = self.without_auxiliary(execution.programs, run)
+        final = without_auxiliary(execution.programs, run, self.analyses)
         if not checked:
             self._check_run(execution, final, shared)
         return final
@@ -319,10 +319,6 @@ class Runner:
         depth = run.nesting + 1 if leads else self.declared_nesting
         self._check_pair(run, depth, leads)
         self._check_run(Execution(programs, not_executed, name=name), run, shared)
-
-    def without_auxiliary(self, programs: Programs, run: Run) -> Run:
-        """Remove the density of auxiliary draws that do not determine latents from a run."""
-        return without_auxiliary(programs, run, self.analyses.of(programs))
 
     def check_nesting(self, nesting: int) -> None:
         """

@@ -28,7 +28,7 @@ from pyro_mcvae.programs.types import (
 )
 from pyro_mcvae.structure.blocks import Block, GlobalSites, Structure
 from pyro_mcvae.structure.cache import Analyses
-from pyro_mcvae.structure.finder import StructureFinder
+from pyro_mcvae.structure.finder import StructureFinder, without_auxiliary
 
 
 @dataclass
@@ -453,7 +453,7 @@ class ParticleSampler:
         """Check a run of another branch of the model, which may have other latents."""
         run = replace(run, terms=terms_of(run.guide_trace, run.model_trace, run.state_dim))
         self.runner.check(programs, run, shared)
-        return self.runner.without_auxiliary(programs, run)
+        return without_auxiliary(programs, run, self.analyses)
 
 
 def _execution(

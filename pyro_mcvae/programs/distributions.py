@@ -237,18 +237,13 @@ def _support(site: Site) -> Constraint:
 @contextmanager
 def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
     """Turn off the validation of distributions and of their base distributions."""
-    settings: dict[Distribution, bool | None] = {}
-    inner, seen = list(fns), set()
-    while inner:
-        fn = inner.pop()
-        if fn not in seen:
-            seen.add(fn)
-            inner += [
-                d for d in vars(fn).values() if isinstance(d, torch.distributions.Distribution)
-            ]
-            # In Independent it is a property that reads the base distribution.
-            if not isinstance(getattr(type(fn), "_validate_args", None), property):
-                settings[fn] = vars(fn).get("_validate_args")
+    settings = {
+        part: vars(part).get("_validate_args")
+        for fn in fns
+        for part in _with_parts(fn)
+        # In Independent it is a property that reads the base distribution.
+        if not isinstance(getattr(type(part), "_validate_args", None), property)
+    }
     for fn in settings:
         fn._validate_args = False
     try:
@@ -258,6 +253,14 @@ def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
             del fn._validate_args
             if before is not None:
                 fn._validate_args = before
+
+
+def _with_parts(fn: Distribution) -> Iterator[Distribution]:
+    """Yield a distribution and the distributions that it is made of."""
+    yield fn
+    for part in vars(fn).values():
+        if isinstance(part, torch.distributions.Distribution):
+            yield from _with_parts(part)
 
 
 # Data that some states of the latents make impossible, such as counts above a drawn total.

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -198,15 +199,12 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
     return fn.mask(counted)
 
 
-def _masks(site: Site) -> Iterator[tuple[bool | Tensor, int]]:
-    """Yield each mask with the number of event dims below it, the outermost first; may be False."""
-    fn, mask = site["fn"], site["mask"]
-    if mask is not None and mask is not True:
-        yield mask, fn.event_dim
-    while isinstance(fn, _WRAPPERS):
-        if isinstance(fn, MaskedDistribution) and fn._mask is not True:
-            yield fn._mask, fn.event_dim
-        fn = fn.base_dist
+def _masks(site: Site) -> list[tuple[bool | Tensor, int]]:
+    """Return the masks, each with the number of event dims below it; outermost first, not True."""
+    wrappers = takewhile(lambda fn: isinstance(fn, _WRAPPERS), layers(site["fn"]))
+    inner = [(fn._mask, fn.event_dim) for fn in wrappers if isinstance(fn, MaskedDistribution)]
+    masks = [(site["mask"], site["fn"].event_dim), *inner]
+    return [(mask, dim) for mask, dim in masks if mask is not None and mask is not True]
 
 
 def _as_mask(site: Site, mask: bool | Tensor) -> Tensor:

@@ -40,7 +40,6 @@ class Analysis:
     def __init__(self, before: Analysis | None = None) -> None:
         self.uses: int = 1 if before is None else before.uses
         self._findings: dict[Key, Any] = {}
-        self._counts: dict[str, int] = {} if before is None else dict(before._counts)
         self._before = {} if before is None else before._findings
         self._since = self.uses
         self._replaced = 0 if before is None else self.uses - before._since
@@ -88,13 +87,7 @@ class Analysis:
         """Store a finding."""
         if len(self._findings) >= _MAX_FINDINGS:
             self._findings.pop(next(iter(self._findings)))
-        if key not in self._findings:
-            self._counts[key[0]] = self._counts.get(key[0], 0) + 1
         self._findings[key] = value
-
-    def count(self, kind: str) -> int:
-        """Return the number of findings, in all analyses, whose key begins with ``kind``."""
-        return self._counts.get(kind, 0)
 
     def forget(self, kind: str) -> None:
         """Delete the findings whose key begins with ``kind``."""

@@ -46,7 +46,7 @@ def closed_form_process(programs: Programs) -> str | None:
 # Auxiliary draws of a guide, and whether their density belongs to the model's latents.
 
 
-def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
+def without_auxiliary(programs: Programs, run: Run, analyses: Analyses) -> Run:
     r"""
     Return a run without the density of auxiliary draws that do not determine latents.
 
@@ -61,7 +61,7 @@ def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
     left_out = frozenset(drawn) - _latents(run.model_trace)
     points = tuple(_points(run)) if left_out else ()
     if points:
-        left_out -= analysis.cached(
+        left_out -= analyses.of(programs).cached(
             ("auxiliary", drawn, points), lambda: _sources(programs, run, frozenset(drawn), points)
         )
     if not left_out:

@@ -41,6 +41,7 @@ from pyro_mcvae.programs.types import (
     plate_key,
 )
 from pyro_mcvae.structure.blocks import Structure
+from pyro_mcvae.structure.finder import without_auxiliary
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
 from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, StatesError, site_spec
 
@@ -477,7 +478,7 @@ class JointRuns:
         all_terms = (*terms, *self._guide_terms, *searched)
         layout_fields = nesting, count, self.subsamples
         run = Run(both, model_trace, all_terms, *layout_fields)
-        run = self._sampler.runner.without_auxiliary(self._programs, run)
+        run = without_auxiliary(self._programs, run, self._sampler.analyses)
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:

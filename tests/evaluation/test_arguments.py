@@ -69,8 +69,8 @@ WRONG = {
     "joint": (FLAGS, "joint must be True, False or None"),
     "vectorize_particles": (FLAGS, "vectorize_particles must be True, False or None"),
     "strict_enumeration_warning": ([*FLAGS, None], "strict_enumeration_warning must be True or"),
-    "keep_log_weight": ([*FLAGS, None], "keep_log_weight must be True or False"),
     "progress": (FLAGS, "progress must be True, False or None"),
+    "keep_log_weight": ([*FLAGS, None], "keep_log_weight must be True or False"),
     "max_plate_nesting": (["1", None, -1, NAN, 2.5, -math.inf, True], "max_plate_nesting must be"),
     "seed": (
         ["5", -1, NAN, 2.5, True, torch.tensor([1, 2]), 1 << 32],

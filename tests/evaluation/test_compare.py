@@ -195,7 +195,7 @@ def evaluated(evidence, error, k, learns, sizes=None):
             effective_sample_size=torch.full((3,), (sizes or {"a": 20.0}).get(name, 10.0)),
         )
         result[name] = TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one)
-    return Comparison(result, None, learns)
+    return Comparison(result, learns)
 
 
 EVIDENCES = {"a": [1.0, 5.0, 3.0], "b": [1.5, 5.6, 3.4], "c": [1.6, 5.4, 3.5]}
