@@ -223,3 +223,38 @@ def test_a_step_size_serves_no_second_kernel_with_other_defaults():
     ULA(step_size)
     with pytest.raises(ValueError, match=r"defaults of another kernel.*a step size for each"):
         HMC(step_size)
+
+
+@pytest.mark.parametrize(("acceptance", "bound"), [(1.0, 2.0), (0.0, 0.25)])
+def test_values_stay_within_their_bounds(acceptance, bound):
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, bounds=(0.25, 2.0))
+    for _ in range(200):
+        step_size.update(number(acceptance))
+    assert step_size() == bound
+    # And it leaves them again.
+    step_size.update(number(1 - acceptance))
+    assert step_size() != bound
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_gradient_that_is_not_finite_leaves_its_coordinate(bad):
+    gradient = torch.randn(20, 3)
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=True)
+    step_size.update(number(0.8), gradient)
+    before = step_size()
+    gradient[4, 1] = bad
+    step_size.update(number(0.8), gradient)
+    assert step_size().isfinite().all()
+    assert step_size()[1] == before[1]
+    assert (step_size()[[0, 2]] != before[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("per_coordinate", [False, True])
+def test_eval_freezes_it(per_coordinate):
+    step_size = AdaptiveStepSize(0.5, target_acceptance=0.8, per_coordinate=per_coordinate)
+    torch.nn.ModuleDict({"kernel": step_size}).eval()
+    step_size.update(number(1.0), torch.randn(10, 2))
+    assert torch.equal(step_size(), number(0.5))
+    step_size.train()
+    step_size.update(number(1.0), torch.randn(10, 2))
+    assert step_size.base > 0.5

@@ -166,3 +166,22 @@ def test_a_restored_one_goes_on_where_it_was():
 def test_as_many_values_as_transitions():
     with pytest.raises(ValueError, match="but the chain makes transition 5"):
         chain(underdamped(), 3, LinearSchedule(K + 1)())
+
+
+@pytest.mark.parametrize("logit", [-1e30, -50.0, 50.0, 1e30])
+def test_momenta_stay_inside_with_finite_gradients(logit):
+    momentum = LearnedMomentum(0.5)
+    momentum.logit.data.fill_(logit)
+    kept = momentum()
+    assert 0 <= kept <= 0.999
+    (grad,) = torch.autograd.grad((1 - kept.square()).sqrt(), momentum.logit)
+    assert grad.isfinite()
+
+
+@pytest.mark.parametrize("log", [-1e3, -20.0, 20.0, 1e3])
+def test_step_sizes_stay_inside_and_find_their_way_back(log):
+    step_size = LearnedStepSize(0.1)
+    step_size.log_value.data.fill_(log)
+    assert 1e-6 * 0.999 <= step_size() <= 1e3 * 1.001
+    (grad,) = torch.autograd.grad(step_size(), step_size.log_value)
+    assert grad > 0

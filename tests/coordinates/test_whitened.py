@@ -91,3 +91,15 @@ def test_the_evidence_is_the_same_whatever_the_map():
         slope = (total[2:] - total[:-2]) / (grid[2] - grid[0])
         gradient = (state.grad_base + state.grad_weight)[1:-1, :, 0]
         assert torch.allclose(slope[near], gradient[near], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_does_not_move_stays_as_it_is(dense):
+    result, *_ = fitted(dense, MOVABLE, count=50)
+    u = torch.randn(4, 2, 3)
+    assert torch.equal(result.position(u)[:, 1, 1], u[:, 1, 1])
+    changed = u.clone()
+    changed[:, 1, 1] += 1.0
+    assert torch.equal(result.log_normal(changed), result.log_normal(u))
+    others = [0, 2]
+    assert torch.equal(result.position(changed)[..., others], result.position(u)[..., others])

@@ -181,6 +181,12 @@ def test_learned_control_variates_leave_the_mean(name, kind, k):
     assert_means(with_input(PROGRAMS[name]), elbo)
 
 
+def test_a_site_that_all_data_share_is_drawn_with_its_score():
+    """Once a step, around the sums of the data's own sites."""
+    elbo = TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL)
+    assert_means(PROGRAMS["subsampled"], elbo, steps=200, sigmas=4.5)
+
+
 @pytest.mark.parametrize("estimator", ["budget2", "k1-plus"])
 def test_vectors_with_too_many_values_to_list(estimator, monkeypatch):
     monkeypatch.setattr("pyro_mcvae.programs.supports._MAX_JOINT", 1)
