@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -143,8 +144,10 @@ def as_function(
     :raises NotRecordable: if an input is written to.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"][: len(constants)]
+    _out_of_place(graph)
     _numbers_to_full(inputs, constants)
     _simplify(graph)
+    _fold(graph)
     # In some versions PyTorch's pass removes unused draws, which would change all later draws.
     for node in reversed(list(graph.nodes)):
         if not node.users and (_is_pure(node) or node in inputs):
@@ -201,6 +204,19 @@ def _simplify(graph: Graph) -> None:
             node.replace_all_uses_with(source)
 
 
+def _out_of_place(graph: Graph) -> None:
+    """Replace a write to a tensor that nothing else reads by a new tensor."""
+    for node in graph.nodes:
+        source, name = node.args[0] if node.args else None, getattr(node.target, "_opname", "")
+        if not (name.endswith("_") and isinstance(source, Node) and _is_pure(source)):
+            continue
+        kinds = [getattr(n.meta.get("layout"), "dtype", None) for n in node.all_input_nodes]
+        alone = list(source.users) == [node] and viewed_by(source) is None and not is_draw(node)
+        new = getattr(getattr(_aten, name[:-1], None), node.target._overloadname, None)
+        if alone and new is not None and None not in kinds and len(set(kinds)) == 1:
+            node.target = new
+
+
 def _numbers_to_full(inputs: list[Node], constants: list[Tensor]) -> None:
     """
     Fill tensors that Python created from one number, as the model of a chain does per transition.
@@ -217,6 +233,87 @@ def _fill(node: Node, value: Any) -> None:
     if meta.stride == torch.empty(meta.shape, device="meta").stride():
         node.kwargs = {"dtype": meta.dtype, "device": meta.device}
         node.target, node.args = _aten.full.default, ([*meta.shape], value)
+
+
+_VIEWS = {_aten.expand.default, _aten.view.default, _aten.unsqueeze.default, _aten.t.default}
+_SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
+_BINARY = _SCALED | {_aten.add.Tensor, _aten.sub.Tensor}
+# The results of these for one number are exact on every device.
+_KNOWN: dict[tuple[object, float], float] = {
+    (_aten.log.default, 1.0): 0.0,
+    (_aten.exp.default, 0.0): 1.0,
+    (_aten.pow.Tensor_Scalar, 1.0): 1.0,
+}
+
+
+def _fold(graph: Graph) -> None:
+    """
+    Replace tensors with equal entries by numbers, without changing any value.
+
+    A standard normal prior has a location of zeros and a scale of ones, and gradients start with
+    ones: products with 1 and differences from 0 are removed.
+    """
+    numbers, shares, fixed = (
+        dict[Any, float](),
+        _memory_owners(graph.nodes),
+        set(_constant_nodes(graph)),
+    )
+    for node in list(graph.nodes):
+        meta = node.meta.get("layout")
+        if node not in fixed or meta is None or not meta.dtype.is_floating_point:
+            continue
+        given = [numbers.get(a, a) if isinstance(a, Node) else a for a in node.args]
+        args = [a for a in given if not isinstance(a, list)]  # without shapes
+        if (known := _number(node, args)) is not None:
+            numbers[node] = torch.tensor(known, dtype=meta.dtype).item()
+            if node.target not in _VIEWS:
+                _fill(node, numbers[node])
+        elif node.target in _BINARY and len(args) == 2 and not node.kwargs:
+            if node.target in (_aten.mul.Tensor, _aten.add.Tensor) and node.args[0] in numbers:
+                node.args, args = node.args[::-1], args[::-1]
+            _take_number(node, args[1], shares)
+
+
+def _take_number(node: Node, number: Any, shares: dict[Node, Node]) -> None:
+    """Replace the second tensor of an operation by a number, or remove the operation."""
+    x = node.args[0]
+    if not (isinstance(number, float | int) and isinstance(x, Node) and _alike(x, node)):
+        return
+    nothing = "1.0" if node.target in _SCALED else "0.0"
+    same = node.target != _aten.add.Tensor and str(float(number)) == nothing  # -0 + 0 is 0
+    if same and shares.get(x, x).op == "call_function":
+        node.replace_all_uses_with(x)
+    elif number == -1 and node.target in _SCALED:
+        node.target, node.args = _aten.neg.default, (x,)
+    elif node.target != _aten.div.Tensor or abs(math.frexp(number)[0]) == 0.5:
+        # Some devices multiply by the reciprocal of a number.
+        node.args = (x, number)
+
+
+def _alike(node: Node, other: Node) -> bool:
+    """Return whether two nodes have the same layout, without dims that share memory."""
+    return _layout(node) == _layout(other) is not None and 0 not in node.meta["layout"].stride
+
+
+def _number(node: Node, args: list[Any]) -> float | None:
+    """
+    Return the number that all entries of a node have, if it is known.
+
+    :param args: its arguments, as numbers where these are known.
+    """
+    if node.target == _aten.full.default:
+        return args[0] if isinstance(args[0], float | int) else None
+    if node.kwargs or not args or not all(isinstance(a, float | int) for a in args):
+        return None
+    if node.target in _VIEWS:
+        return float(args[0])
+    if node.target == _aten.neg.default:
+        return -float(args[0])
+    if node.target in _BINARY and len(args) == 2:
+        dtype = node.meta["layout"].dtype
+        found: Any = node.target(*(torch.tensor(float(a), dtype=dtype) for a in args))
+        return float(found.item())
+    return _KNOWN.get((node.target, float(args[0])))
 
 
 def _layout(node: Node) -> Layout | None:

@@ -60,8 +60,20 @@ SIMPLIFIED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
         lambda x: torch.ones_like(x).exp() * x + torch.ones_like(x + 1).exp() + x.new_ones(3).exp(),
         True,
     ),
+    "a standard normal density": (
+        lambda x: dist.Normal(x.new_zeros(3), x.new_ones(3), validate_args=False).log_prob(x + 1),
+        True,
+    ),
+    "numbers everywhere": (
+        lambda x: ((x + 1) * x.new_full((3,), -0.5) / x.new_full((3,), 4.0) - x.new_zeros(3)).exp(),
+        True,
+    ),
     "numbers of another layout": (lambda x: (x + 1) * x.new_ones(3, 3), False),
     "numbers that are written": (lambda x: (x + 1) * x.new_ones(3).add_(x), False),
+    "a division by a number that has no exact inverse": (
+        lambda x: (x + 1) / x.new_full((3,), 3.0),
+        False,
+    ),
     "of ones of other types": (
         lambda x: (torch.ones_like(x).exp() + torch.ones_like(x.float()).exp()) * x,
         False,

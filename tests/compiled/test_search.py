@@ -1,6 +1,7 @@
 """Steps of truncated posteriors, recorded with their search: the same states, bit for bit."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -106,8 +107,8 @@ def test_a_recorded_search_finds_the_states_of_the_plain_one(kind: str) -> None:
     assert uses(loss) >= 5
 
 
-def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
-    """Some bits become rather one than zero, for which their density is computed otherwise."""
+def test_a_prior_whose_bits_become_likely() -> None:
+    """A density that is computed in different ways for likely and unlikely bits would differ."""
 
     def model(x: Tensor, index: Tensor) -> None:
         logits = pyro.param("logits", torch.full((H,), -0.3))
@@ -124,3 +125,30 @@ def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
     (case,) = loss._specializations.values()
     assert (case._failures, reasons(loss)) == (0, [])
     assert (pyro.param("logits") > 0).any()
+
+
+@pytest.mark.slow
+def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() -> None:
+    way = SimpleNamespace(likely=False)
+
+    def model(x: Tensor) -> None:
+        logits = pyro.param("logits", torch.full((H,), -0.3))
+        with pyro.plate("data", N):
+            prior = dist.Bernoulli(logits=logits + 1 if way.likely else logits - 1)
+            z = pyro.sample("z", prior.to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 0.5), obs=x)
+
+    x, runs = torch.randn(N), []
+    for loss in (TraceTruncated_ELBO(), compiled := CompiledELBO(TraceTruncated_ELBO(), "eager")):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = TruncatedPosterior(model, 5, evolution=EvolutionaryUpdate(2, 2, 1))
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        losses = []
+        for step in range(40):
+            way.likely = bool(step // 8 % 2)
+            losses.append(svi.step(x))
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    (case,) = compiled._specializations.values()
+    assert (len(case._recordings), reasons(compiled)) == (2, [])
