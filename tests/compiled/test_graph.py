@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
