@@ -1,7 +1,10 @@
 """What repeats in a recorded graph is compiled once, and computes what the recording does."""
 
 import contextlib
+import runpy
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -163,6 +166,41 @@ def test_training_and_evaluation_of_masked_minibatches(
     assert runs[0] == runs[1]
     assert caplog.text.count("without those that repeat") == 2
     assert "cannot compile" not in caplog.text
+
+
+def test_an_input_of_another_layout_is_refused(no_compiler: None) -> None:
+    graph, example = recorded(Chain(6), torch.randn(3, 4))
+    run = backends.Backend("inductor", {}).compile(graph, example)
+    with pytest.raises(RuntimeError, match="an input has another layout"):
+        run(*(t.t() if t.dim() == 2 else t for t in example))
+
+
+def test_small_memory_of_bodies_is_kept_between_steps(tmp_path: Path) -> None:
+    (tmp_path / "generated.py").write_text("""
+import torch
+empty_strided_cpu, reinterpret_tensor = torch.empty_strided, torch.as_strided
+
+def call(self, args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cpu((3, 1), (1, 1), dtype=torch.float32)
+    buf1 = reinterpret_tensor(buf0, (3,), (1,)); del buf0  # reuse
+    buf2 = empty_strided_cpu((9000,), (1,), dtype=torch.float32)
+    buf3 = reinterpret_tensor(buf2, (3,), (1,), 0)
+    torch.add(x, 1, out=buf1)
+    buf4 = torch.exp(x)
+    del x
+    return (buf1, buf2, buf3, buf4)
+""")
+    call = types.MethodType(runpy.run_path(str(tmp_path / "generated.py"))["call"], object())
+    run = inductor._with_memory(call)
+    results = [run(torch.full((3,), float(i))) for i in range(3)]
+    assert results[0][0] is results[1][0] is results[2][0]
+    assert results[2][0].tolist() == [3.0, 3.0, 3.0]
+    for i, (_, large, view, exp) in enumerate(results):
+        assert large.data_ptr() == view.data_ptr()
+        torch.testing.assert_close(exp, torch.full((3,), float(i)).exp())
+    assert len({large.data_ptr() for _, large, *_ in results}) == 3
 
 
 @pytest.mark.slow
