@@ -1,4 +1,4 @@
-"""Checks of single structures: angles, closed forms, flows, scales, copied parameters."""
+"""Checks of single structures: angles, collapsed models, flows, scales, copied parameters."""
 
 from __future__ import annotations
 
@@ -98,22 +98,23 @@ def _is_on_line(site: Site, drawn: bool) -> bool:
     return support is constraints.real and not isinstance(bare(fn), TransformedDistribution)
 
 
-# Latents that a model integrates in closed form: the data depend on no draw.
+# Collapsed latents: the data depend on the guide's parameters, and on no draw.
 
 
-def check_not_closed_form(structure: Structure) -> None:
+def check_not_collapsed(structure: Structure) -> None:
     """
     Check that the data depend on the guide's draws, so that weights are valid.
 
-    :raises ValueError: for a Gaussian process whose data have the guide's parameters instead.
+    :raises ValueError: naming a site that has the guide's parameters instead of its draws.
     """
-    if structure.closed_form is not None and structure.blocks:
+    if structure.collapsed is not None and structure.blocks:
+        latent, data = structure.collapsed
         raise ValueError(
-            f"the model has a {structure.closed_form} of pyro.contrib.gp, which integrates its "
-            f"latent in closed form: the data depend on the guide's parameters, and not on its "
-            f"draws. Weights of such draws do not bound the evidence: use a model that uses its "
-            f"latent, as in x = f(z). TraceSGVB_ELBO has the value of Trace_ELBO, "
-            f"log E_q p(x | f), which is not a bound either"
+            f"site '{data}' of the model uses the parameters of the guide's site '{latent}', and "
+            f"not its draws, as if the latent were integrated in closed form (VariationalGP, "
+            f"VariationalSparseGP). Weights of such draws do not bound the evidence: use a model "
+            f"that uses its latent, as in x = f({latent}). TraceSGVB_ELBO has the value of "
+            f"Trace_ELBO, log E_q p(x | f), which is not a bound either"
         )
 
 

@@ -16,7 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
-from pyro_mcvae.checks.faults import check_angles, check_not_closed_form, check_trained
+from pyro_mcvae.checks.faults import check_angles, check_not_collapsed, check_trained
 from pyro_mcvae.checks.masks import (
     check_masks,
     check_unweighed,
@@ -178,7 +178,7 @@ class ImportanceSampler:
         with check_trained(programs.guide) as check:
             self.reference = self._sampler(1).sample(programs)
             check(self.reference.runs[0].guide_trace)
-        check_not_closed_form(self.reference.structure)
+        check_not_collapsed(self.reference.structure)
         run = self.reference.runs[0]
         points = find_points(programs, run)
         check_observed(run)

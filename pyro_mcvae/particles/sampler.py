@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-from pyro_mcvae.checks.faults import check_not_closed_form
+from pyro_mcvae.checks.faults import check_not_collapsed
 from pyro_mcvae.particles.runner import Execution, Layout, Runner, not_executed
 from pyro_mcvae.programs.enumeration import draw_states
 from pyro_mcvae.programs.messengers import Minibatch, ModelNoise, SampleFn, Substitutes
@@ -324,8 +324,8 @@ class ParticleSampler:
         sample = WeightedParticles([first], [self._latest.block_of], self._latest)
         if run is None and count > 1:
             sample = self._with_fixed_sites(execution, sample, count, run_rows)
-        if sample.structure.closed_form and (count > 1 or make_sample_fn is not None):
-            check_not_closed_form(sample.structure)
+        if sample.structure.collapsed and (count > 1 or make_sample_fn is not None):
+            check_not_collapsed(sample.structure)
         return sample
 
     def _with_fixed_sites(

@@ -67,8 +67,8 @@ class Structure:
     masked_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # For factors across whose plates latents meet: these plates.
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
-    # The class of a process whose data depend on the guide's parameters, and not on its draws.
-    closed_form: str | None = None
+    # A guide site, and an observed site that uses its parameters instead of its draws.
+    collapsed: tuple[str, str] | None = None
     # Results of other analyses for runs of this structure, by their keys.
     notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -1,4 +1,4 @@
-"""Derive the structure of a model and guide: blocks, roots and auxiliary sites."""
+"""Derive the structure of a model and guide: blocks, roots, collapsed and auxiliary sites."""
 
 from __future__ import annotations
 
@@ -30,17 +30,53 @@ from pyro_mcvae.structure.blocks import (
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
 from pyro_mcvae.structure.interventions import find_dependent_plates, has_shared_noise
-from pyro_mcvae.structure.provenance import dependencies_of
+from pyro_mcvae.structure.provenance import Dependencies, dependencies_of
 
-# Models that integrate a latent in closed form.
-
-_CLOSED_FORM = "pyro.contrib.gp.models.vgp", "pyro.contrib.gp.models.vsgp"
+# Guide sites on whose draws no data depend: the data depend on the guide's parameters instead.
 
 
-def closed_form_process(programs: Programs) -> str | None:
-    """Return the class of a Gaussian process whose data depend on its guide's parameters alone."""
-    classes = (c for owner in programs.owners for c in type(owner).__mro__)
-    return next((c.__name__ for c in classes if c.__module__ in _CLOSED_FORM), None)
+def find_collapsed(
+    programs: Programs, run: Run, names: frozenset[str], deps: Dependencies | None = None
+) -> tuple[str, str] | None:
+    """
+    Find a guide site on which no data depend, and an observed site that has its parameters.
+
+    :param names: the guide's random sites.
+    :param deps: their dependencies, if already traced.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # programs that cannot be tracked have no result
+        traced = deps or dependencies_of(programs, names, run)
+    observed = {
+        t.key
+        for t in run.terms
+        if not t.in_guide and any(factor.site["is_observed"] for factor in t.sites)
+    }
+    unread = names - _reaching(traced, observed)
+    if not unread:
+        return None
+    parameters = {n: traced.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
+    # Parameters that also belong to sites on which data depend do not count: common networks, tied
+    # weights.
+    used = frozenset().union(*(parameters[n] for n in names - unread))
+    for key in observed:
+        for name in sorted(unread):
+            if (parameters[name] - used) & traced.parameters.get(key, frozenset()):
+                return name, key.name
+    return None
+
+
+def _reaching(traced: Dependencies, observed: set[FactorKey]) -> set[str]:
+    """Return the draws that data depend on, directly or through others in the model."""
+    factors: Mapping[FactorKey, frozenset[str]] = traced.factors
+    reached = {name for key in observed for name in factors.get(key, frozenset())}
+    before = -1
+    while len(reached) != before:
+        before = len(reached)
+        for parents in factors.values():
+            if parents & reached:
+                reached |= parents
+    return reached
 
 
 # Auxiliary draws of a guide, and whether their density belongs to the model's latents.
@@ -169,6 +205,9 @@ class StructureFinder:
         for t in run.terms:
             # Particles share either all or none of the sites of a sum.
             block_of.update(dict.fromkeys((m.key for m in t.members), block_of[t.key]))
+        # A model may integrate a latent outside plates in closed form, for all data together.
+        unplated = frozenset(n for n in names if not frames[FactorKey("guide", n)])
+        collapsed = find_collapsed(programs, run, names, traced) if unplated else None
         return replace(
             structure,
             block_of=block_of,
@@ -176,7 +215,7 @@ class StructureFinder:
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
-            closed_form=closed_form_process(programs),
+            collapsed=collapsed,
         )
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:

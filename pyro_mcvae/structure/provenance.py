@@ -248,10 +248,12 @@ class Dependencies(NamedTuple):
     :ivar factors: the parents of each site's log density with the user's scale and mask, including
         the site itself.
     :ivar masks: the parents of each site's masks.
+    :ivar parameters: the ids of the autograd leaves of each site's log density.
     """
 
     factors: dict[FactorKey, frozenset[str]]
     masks: dict[FactorKey, frozenset[str]]
+    parameters: dict[FactorKey, frozenset[int]]
 
     def ancestors(self, names: frozenset[str]) -> dict[str, frozenset[str]]:
         """Return the guide sites that each site depends on, directly or through others."""
@@ -312,7 +314,7 @@ def find_dependencies(
             f"latents share one weight, or, under subsampling, none (plain ELBO)",
             stacklevel=2,
         )
-        return Dependencies({}, {})
+        return Dependencies({}, {}, {})
     # These draws escaped tracking: every factor may depend on them. Dependence between iterations
     # of a sequential plate is tested by interventions instead.
     escaped = {n: _iterations(guide_trace.nodes[n]) for n in escapes.names & tracked}
@@ -354,7 +356,7 @@ def _dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> D
 
 
 def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependencies:
-    traced = Dependencies({}, {})
+    traced = Dependencies({}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
             if not is_scored(site):
@@ -368,23 +370,39 @@ def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependen
                     # are used.
                     upstream = _sources([site["value"]], tracker)
             around = _sources([site["scale"], *masks_of(site)], tracker)
-            parents = _parents_of(site, upstream, tracker)
+            log_prob = _log_prob_at(site)
+            parents = _parents_of(log_prob, upstream, tracker)
             if upstream is not None:
                 parents |= upstream | ({name} & tracker.tracked)
             traced.masks[key] = _sources(masks_of(site), tracker) & tracker.tracked
             traced.factors[key] = (parents | around) & tracker.tracked
+            traced.parameters[key] = _leaves_of(log_prob)
     return traced
 
 
-def _parents_of(site: Site, upstream: frozenset[str] | None, tracker: TrackDraws) -> frozenset[str]:
-    """Return the draws that a site's log density was computed from."""
+def _log_prob_at(site: Site) -> Tensor | Exception:
+    """Return a site's log density, or the error of a flow without an inverse."""
     try:
-        log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-    except (NotImplementedError, KeyError):
-        if upstream is None:
-            raise
-        return upstream  # a flow without an inverse: the inputs of its draw
-    return _sources([log_prob], tracker)
+        return site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    except (NotImplementedError, KeyError) as error:
+        return error
+
+
+def _parents_of(
+    log_prob: Tensor | Exception, upstream: frozenset[str] | None, tracker: TrackDraws
+) -> frozenset[str]:
+    if not isinstance(log_prob, Exception):
+        return _sources([log_prob], tracker)
+    if upstream is None:
+        raise log_prob
+    return upstream  # the inputs of the flow's draw
+
+
+def _leaves_of(log_prob: Tensor | Exception) -> frozenset[int]:
+    if isinstance(log_prob, Exception):
+        return frozenset()
+    bare: Tensor = unmarked(log_prob)
+    return frozenset(autograd_leaves(bare)) if bare.requires_grad else frozenset()
 
 
 def _sources(values: Sequence[object], tracker: TrackDraws) -> frozenset[str]:
