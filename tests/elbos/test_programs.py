@@ -116,7 +116,8 @@ SAME = {
 
 def are_same(name, same):
     if same == "closed form":
-        return EXAMPLES[name]().mean_field if name in EXAMPLES else False
+        with pyro.get_param_store().scope():  # what other files made while they were collected
+            return name in EXAMPLES and EXAMPLES[name]().mean_field
     if name == "missing":  # whose masked entries count with their prior
         return same == "ais"
     if same == "ais":  # whose noise is drawn otherwise in some
