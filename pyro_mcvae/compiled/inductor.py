@@ -87,7 +87,7 @@ def _with_memory(call: _Call) -> Run:
 
     def run(*inputs: Tensor) -> list[Tensor]:
         nonlocal evaluated
-        if evaluated is None:
+        if evaluated is None:  # when the function is made, its kernels are not compiled yet
             evaluated = _evaluated(getattr(call, "__func__", call)) or call
         return evaluated(list(inputs))
 
@@ -102,23 +102,23 @@ def _evaluated(function: Any) -> _Call | None:
         return None
     if not isinstance(definition, ast.FunctionDef):
         return None
-    names, made, remaining = dict(function.__globals__), dict[str, Tensor](), list[ast.stmt]()
+    names, kept, remaining = dict(function.__globals__), dict[str, Tensor](), list[ast.stmt]()
     for statement in definition.body:
         match statement:
-            case ast.Assign([ast.Name(name)], value) if _is_made(value, made):
-                tensor = eval(ast.unparse(value), names, made)
+            case ast.Assign([ast.Name(name)], value) if _keeps_memory(value, kept):
+                tensor = eval(ast.unparse(value), names, kept)
                 if _is_small(tensor):
-                    made[name] = tensor
+                    kept[name] = tensor
                 else:
                     remaining.append(statement)
-            case ast.Delete([ast.Name(name)]) if name in made:
+            case ast.Delete([ast.Name(name)]) if name in kept:
                 pass
             case ast.Assign() | ast.Expr() | ast.Delete() | ast.Return():
                 remaining.append(statement)
             case _:
                 return None
     code = "\n    ".join(["def call(args):", *map(ast.unparse, remaining)])
-    exec(code, names | made, scope := dict[str, Any]())
+    exec(code, names | kept, scope := dict[str, Any]())
     return cast("_Call", scope["call"])
 
 
@@ -126,13 +126,13 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.untyped_storage().nbytes() <= _SMALL
 
 
-def _is_made(value: ast.expr, made: Container[str]) -> bool:
-    """Return whether an expression allocates a tensor, or is a tensor made before or its view."""
+def _keeps_memory(value: ast.expr, kept: Container[str]) -> bool:
+    """Return whether an expression allocates a tensor, or is a kept tensor or a view of one."""
     match value:
         case ast.Name(name):
-            return name in made
+            return name in kept
         case ast.Call(ast.Name(name), [first, *_]):
-            return name == _ALLOCATE or (name == _VIEW and _is_made(first, made))
+            return name == _ALLOCATE or (name == _VIEW and _keeps_memory(first, kept))
     return False
 
 

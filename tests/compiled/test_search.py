@@ -128,13 +128,13 @@ def test_a_prior_whose_bits_become_likely() -> None:
 
 
 @pytest.mark.slow
-def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() -> None:
-    way = SimpleNamespace(likely=False)
+def test_steps_that_go_back_and_forth_have_two_recordings() -> None:
+    mode = SimpleNamespace(likely=False)
 
     def model(x: Tensor) -> None:
         logits = pyro.param("logits", torch.full((H,), -0.3))
         with pyro.plate("data", N):
-            prior = dist.Bernoulli(logits=logits + 1 if way.likely else logits - 1)
+            prior = dist.Bernoulli(logits=logits + 1 if mode.likely else logits - 1)
             z = pyro.sample("z", prior.to_event(1))
             pyro.sample("x", dist.Normal(z.sum(-1), 0.5), obs=x)
 
@@ -146,7 +146,7 @@ def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() ->
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
         losses = []
         for step in range(40):
-            way.likely = bool(step // 8 % 2)
+            mode.likely = bool(step // 8 % 2)
             losses.append(svi.step(x))
         runs.append(losses)
     assert runs[0] == runs[1]

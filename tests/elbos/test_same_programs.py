@@ -22,6 +22,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     log_evidence,
 )
+from tests.elbos.test_own_distribution import OwnNormal
 
 X = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 OBJECTIVES = {
@@ -119,22 +120,6 @@ def affine(local, discrete):
         return model, guide
 
     return pair(normal), pair(flow)
-
-
-class OwnNormal(dist.TorchDistribution):
-    """No support, no constraints of its arguments, no expand."""
-
-    has_rsample = True
-
-    def __init__(self, loc, scale):
-        self.base = dist.Normal(loc, scale)
-        super().__init__(self.base.batch_shape, validate_args=False)
-
-    def rsample(self, sample_shape=()):
-        return self.base.rsample(sample_shape)
-
-    def log_prob(self, value):
-        return self.base.log_prob(value)
 
 
 def own_distribution():
