@@ -222,6 +222,7 @@ class LogWeight:
         several blocks), where D is the number of coordinates of one datum's latents.
     :ivar first: the :class:`Evaluation` of the first draw.
     :ivar kind: the kind of the coordinates.
+    :ivar records: the coordinates of the first draw's sites, for each run.
     :raises ValueError: if no latent has its own weight, or a guide site has no coordinate.
 
     Example::
@@ -266,14 +267,14 @@ class LogWeight:
         sampler.runner.bounded = bool(sampler.runner.bounded)
         self.packing = self.plan.packing
         with self._running(), exact_logs_if(self.plan.bounded):
-            self.first = evaluate(sample, self._records)
-        start = [{n: placed.at for n, placed in record.items()} for record in self._records]
+            self.first = evaluate(sample, self.records)
+        start = [{n: placed.at for n, placed in record.items()} for record in self.records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
 
     def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
         with exact_logs_if(bool(self._sampler.runner.bounded)):
-            sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._beginning.fixed_sites)
+            sample, self.records = self._first_draw(within)
+        self.plan = plan_of(sample, self.records, self._beginning.fixed_sites)
         return sample
 
     def _running(self, at: Tensor | None = None) -> ExitStack:
@@ -326,13 +327,13 @@ class LogWeight:
     @property
     def unreparameterized(self) -> tuple[str, ...]:
         """Return the continuous local sites whose first draw has no gradient to the parameters."""
-        record = self._records[0]
+        record = self.records[0]
         return tuple(n for n in self.packing.sites if not record[n][0].reparameterized)
 
     @property
     def unconstrained(self) -> dict[str, Distribution]:
         """Return the distributions of the local sites that move as unconstrained values."""
-        pairs = ((n, self._records[0][n][0]) for n in self.packing.sites)
+        pairs = ((n, self.records[0][n][0]) for n in self.packing.sites)
         return {n: c.fn for n, c in pairs if isinstance(c, UnconstrainedCoordinate)}
 
     @cached_property
@@ -343,7 +344,7 @@ class LogWeight:
         :returns: shape ``[K, *plates, D]``, or None if all move.
         """
         return coordinates_that_count(
-            self.first.sample, self._records, self.plan, self.plan.discrete
+            self.first.sample, self.records, self.plan, self.plan.discrete
         )
 
     @cached_property
@@ -353,7 +354,7 @@ class LogWeight:
 
         :returns: shape ``[K, *plates, D]``.
         """
-        mask = coordinates_that_count(self.first.sample, self._records, self.plan)
+        mask = coordinates_that_count(self.first.sample, self.records, self.plan)
         return torch.ones_like(self.coordinates) if mask is None else mask
 
     def gradients(self, at: Evaluation, create_graph: bool = True) -> tuple[Tensor, Tensor]:
@@ -423,11 +424,11 @@ class LogWeight:
             parts = [flat] if len(first.runs) == 1 else flat.split(1)
             moved = [
                 {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
-                for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
+                for at, old in zip(map(self.packing.unpack, parts), self.records, strict=True)
             ]
             # One run at a time, because a flow caches only the density of its last value.
             latents = (latents_at(record, detach) for record in moved)
-            records = [old | new for old, new in zip(self._records, moved, strict=True)]
+            records = [old | new for old, new in zip(self.records, moved, strict=True)]
             return self._sampler.replay(self.programs, first, latents), records
 
     def _run_both(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
-from pyro_mcvae.chains.kernels import Target
+from pyro_mcvae.chains.kernels import HMC, Kernel, Target
+from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.options import make_options, make_programs
+from pyro_mcvae.evaluation.ensemble import Ensemble, Verdict, normal_scores, split_r_hat
+from pyro_mcvae.evaluation.laplace import FlatGuide, LogDensity, Mode, find_modes, latents_masked
+from pyro_mcvae.evaluation.options import (
+    DEFAULT_STEPS,
+    EvaluatorCoordinates,
+    Options,
+    make_programs,
+)
+from pyro_mcvae.evaluation.tables import fraction, table
 from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.sampler import WeightedParticles, with_drawn_states
 from pyro_mcvae.programs.messengers import Minibatch
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import Program, Site, plate_frames
+from pyro_mcvae.programs.types import Program, Site, first_line, plate_frames
 
 # Posterior draws, with diagnostics.
 
@@ -33,8 +44,9 @@ class PosteriorDraws(dict[str, Tensor]):
 
     :func:`refine` returns it, and has an example.
 
+    :ivar verdict: a :class:`.Verdict`: whether the draws can be trusted, and why not.
     :ivar log_weight: the log weight of the candidate or chain of each draw, shape ``[num_samples,
-        *plates]``.
+        *plates]``. Chains without a guide have those of the normal density fitted to them.
     :ivar pareto_k: the tail index of the weights of all candidates, shape ``[*plates]``.
     :ivar acceptance: the mean acceptance of the chain of each draw, same shape as ``log_weight``;
         None without chains.
@@ -45,8 +57,11 @@ class PosteriorDraws(dict[str, Tensor]):
     :ivar plates: the names of the plates of ``log_weight``.
     :ivar dims: for each site, the names of the plates of its batch dims, leftmost first.
     :ivar coords: for each plate, the indices of its data.
+    :ivar chains: the number of chains, whose draws follow each other; None if all draws are
+        independent.
     """
 
+    verdict: Verdict
     log_weight: Tensor
     pareto_k: Tensor
     acceptance: Tensor | None
@@ -56,11 +71,37 @@ class PosteriorDraws(dict[str, Tensor]):
     plates: tuple[str, ...]
     dims: dict[str, tuple[str, ...]]
     coords: Minibatch
+    chains: int | None = None
 
     @property
     def num_samples(self) -> int:
         """Return the number of draws."""
         return len(self.log_weight)
+
+    def __str__(self) -> str:
+        rows, left = [["", "mean", "sd", "5%", "95%", "ESS", "R-hat"]], 0
+        for name, draws in self.items():
+            flat = draws.reshape(len(draws), -1)
+            left += max(0, flat.shape[1] - _ROWS)
+            for i, values in enumerate(flat.double().T[:_ROWS]):
+                index = [int(n) for n in torch.unravel_index(torch.tensor(i), draws.shape[1:])]
+                numbers = (values.mean(), values.std(), *values.quantile(_ENDS.to(values)))
+                cells = [name + (str(index) if index else ""), *(f"{x:.4g}" for x in numbers)]
+                rows.append([*cells, *self._diagnostics(values)])
+        more = [f"and {left} more elements"] if left else []
+        return "\n".join([table(rows), *more, str(self.verdict)])
+
+    def _diagnostics(self, values: Tensor) -> tuple[str, str]:
+        per_chain = len(values) // (self.chains or len(values))
+        if per_chain < 4:
+            return str(len(values)), ""
+        chains = values[: per_chain * (self.chains or 1)].reshape(-1, per_chain)
+        r_hat = split_r_hat(normal_scores(chains.unsqueeze(-1)))
+        return f"{float(effective_sample_size(chains, 0, 1)):.0f}", f"{float(r_hat):.2f}"
+
+
+# The number of elements of a site that are printed, and the ends of their interval.
+_ROWS, _ENDS = 20, torch.tensor([0.05, 0.95])
 
 
 def site_draws(
@@ -202,27 +243,64 @@ def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
     return grouped.gather(1, index.expand(-1, -1, *grouped.shape[2:])).squeeze(1)
 
 
+# The tail index up to which weights suffice, and the share of a draw's distribution that may be
+# wrong because it is selected from few candidates.
+_LIGHT, _HEAVY, _BIAS, _FEW = 0.5, 0.7, 0.2, 0.05
+# Without options: candidates of each draw, and the chains that follow if their weights do not
+# suffice.
+_CANDIDATES, _TRANSITIONS = 10, 20
+
+
 def refine(
     model: Program,
-    guide: Program,
+    guide: Program | object = None,
     *args: object,
     num_samples: int = 1000,
-    num_transitions: int = 0,
+    num_particles: int | None = None,
+    schedule: Schedule | Tensor | int | None = None,
+    kernel: Kernel | None = None,
+    coordinates: EvaluatorCoordinates | None = None,
+    num_transitions: int | None = None,
+    warmup: int | None = None,
+    chunk_size: int | None = None,
+    joint: bool | None = None,
+    seed: int | None = None,
+    vectorize_particles: bool | None = None,
+    max_plate_nesting: float = math.inf,
+    strict_enumeration_warning: bool = False,
+    progress: bool | None = None,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
 ) -> PosteriorDraws:
     r"""
-    Draw from the posterior :math:`p(z \mid x)`, starting with draws of the guide.
+    Draw from the posterior :math:`p(z \mid x)`, and say whether the draws can be trusted.
 
-    Each draw is selected from ``num_particles`` candidates :math:`z^k`, per datum, with probability
+    ``refine(model, *args)`` needs no guide. The latents move over unconstrained coordinates, in
+    which flat priors (``ImproperUniform`` and ``.mask(False)``) are allowed. L-BFGS from several
+    starts finds modes, and Newton's method a normal density at each. A hundred chains of HMC start
+    there, in white coordinates that are fitted to the chains during the warm-up. Independent
+    proposals from normal densities that are fitted to the chains of each mode move chains between
+    modes. The chains run until every mean and standard deviation is known to 0.07 standard
+    deviations, and split :math:`\hat R` over starts is at most 1.02; ``draws.verdict`` says whether
+    they reached that.
 
-    .. math:: \Pr(k) = w_k / \sum_j w_j .
+    ``refine(model, guide, *args)`` begins with draws of the guide. Each draw is selected from ten
+    candidates :math:`z^k`, per datum, with probability
 
-    Without a schedule or kernel the candidates are draws of the guide (sampling importance
-    resampling [1]). With a schedule or kernel they are the last positions of annealed chains, with
-    their weights. Then ``num_transitions`` more transitions with the posterior as target move the
-    draw. Draws are independent of each other. They follow the posterior exactly in the limit of
-    many candidates or many transitions.
+    .. math:: \Pr(k) = w_k / \sum_j w_j
+
+    (sampling importance resampling [1]). If the weights do not suffice, because of :math:`\hat k`
+    or the effective sample size, chains move the draws. If all latents have one weight, these are
+    the chains above. Otherwise each datum has chains of its own, in white coordinates, and 20
+    transitions.
+
+    An argument after the model is its guide if it is callable, as a function or a module is, and
+    data otherwise. If the first argument of the model is callable, or None, pass None for the
+    guide: ``refine(model, None, network, x)``.
+
+    With ``num_particles``, ``schedule``, ``kernel`` or ``num_transitions``, the guide's draws are
+    refined as these say. With a schedule or kernel the candidates are the last positions of
+    annealed chains, with their weights. Then ``num_transitions`` more transitions with the
+    posterior as target move the draw.
 
     Global latents that the guide draws have a common weight with the local latents, and move
     together with them, over all data. With ``joint=False`` only the local latents are refined, and
@@ -232,20 +310,23 @@ def refine(
 
     For a :class:`TruncatedPosterior`, use ``guide.posterior(...).sample``.
 
-    :param int num_samples: the number of draws.
     :param model: a Pyro model.
-    :param guide: its guide.
+    :param guide: its guide, or the first of the arguments; None makes one.
     :param args: their arguments.
+    :param int num_samples: the number of draws.
+    :param int num_particles: the number of candidates of each draw; None for 10.
+    :param schedule: as in :func:`log_evidence`, and likewise all other options that are not listed.
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
-    :param model_kwargs: as in :func:`log_evidence`.
-    :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
-        draw.
+    :param model_kwargs: the keyword arguments of model and guide.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
-        for :func:`to_inference_data`.
-    :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
+        for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
+    :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a
+        guide, for discrete latents that the model does not enumerate, and for a density that is
+        zero at all starts.
 
-    A warning is issued if :math:`\hat k` of the weights is above 0.7. With one candidate per draw
-    this means that the chains, not only their selection, miss a part of the posterior.
+    With options, a warning is issued if :math:`\hat k` of the weights is above 0.7. With one
+    candidate per draw this means that the chains, not only their selection, miss a part of the
+    posterior.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -256,21 +337,121 @@ def refine(
         ...     with pyro.plate("data", 3):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-        >>> def guide(x):
-        ...     with pyro.plate("data", 3):
-        ...         pyro.sample("z", dist.Normal(0.0, torch.ones(3)))
-        >>> draws = refine(model, guide, torch.tensor([-2.0, 0.0, 2.0]), schedule=10)
+        >>> draws = refine(model, torch.tensor([-2.0, 0.0, 2.0]), seed=0)
         >>> draws["z"].shape
         torch.Size([1000, 3])
         >>> bool(((draws["z"].mean(0) - torch.tensor([-1.0, 0.0, 1.0])).abs() < 0.15).all())
         True
+        >>> draws.verdict.trusted
+        True
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    settings = make_options("refine", options, num_particles=10)
-    programs = make_programs(model, guide, args, model_kwargs)
+    if guide is not None and not callable(guide):
+        guide, args = None, (guide, *args)
     num_samples = check_count("num_samples", num_samples)
-    num_transitions = check_count("num_transitions", num_transitions, 0)
+    chosen = {
+        "num_particles": num_particles,
+        "schedule": schedule,
+        "kernel": kernel,
+        "coordinates": coordinates,
+        "num_transitions": num_transitions,
+        "warmup": warmup,
+    }
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if guide is None and chosen:
+        name = min(chosen)
+        raise ValueError(
+            f"{name} refines the draws of a guide, but there is none: call "
+            f"refine(model, guide, *args), or leave {name} out"
+        )
+    transitions = check_count("num_transitions", chosen.pop("num_transitions", 0), 0)
+    settings = Options(
+        **{"num_particles": _CANDIDATES, **chosen},  # type: ignore[arg-type]
+        chunk_size=chunk_size,
+        joint=True if guide is None else joint,
+        seed=seed,
+        vectorize_particles=vectorize_particles,
+        max_plate_nesting=max_plate_nesting,
+        strict_enumeration_warning=strict_enumeration_warning,
+        progress=progress,
+    )
+    if guide is None:
+        programs = make_programs(latents_masked(model), FlatGuide(model), args, model_kwargs)
+        with weights_of(programs, settings) as sampler:
+            density = LogDensity(sampler)
+            modes = find_modes(density)
+            return _ensemble_draws(sampler, Ensemble.at_modes(density, modes), num_samples, modes)
+    programs = make_programs(model, cast("Program", guide), args, model_kwargs)
+    if chosen or transitions:
+        return _refined_draws(programs, settings, num_samples, transitions, True)
+    return _automatic(programs, settings, num_samples)
+
+
+def _automatic(programs: Programs, settings: Options, num_samples: int) -> PosteriorDraws:
+    """Refine by weights, or by chains if the weights do not suffice."""
+    draws = _refined_draws(programs, settings, num_samples, 0, False)
+    if draws.verdict.trusted:
+        return draws
+    try:
+        if draws.pareto_k.numel() == 1 and settings.joint is not False:
+            flat = replace(programs, guide=FlatGuide(programs.model))
+            with weights_of(flat, replace(settings, joint=True)) as sampler:
+                density = LogDensity(sampler)
+                modes = find_modes(density)
+                ensemble = Ensemble.at_modes(density, modes, density.position_of(draws))
+                return _ensemble_draws(sampler, ensemble, num_samples, modes)
+        kernel = HMC(num_leapfrog=5, jitter=0.3)
+        chains = replace(settings, schedule=DEFAULT_STEPS, kernel=kernel, num_particles=1)
+        chains = replace(chains, coordinates="whitened")
+        return _refined_draws(programs, chains, num_samples, _TRANSITIONS, True)
+    except (ValueError, NotImplementedError) as error:  # such as for discrete sites of the guide
+        reason = f"chains cannot move them ({first_line(error)})"
+        reasons = (*draws.verdict.reasons, reason)
+        draws.verdict = replace(draws.verdict, reasons=reasons)
+        return draws
+
+
+def _ensemble_draws(
+    sampler: ImportanceSampler, ensemble: Ensemble, num_samples: int, modes: Sequence[Mode]
+) -> PosteriorDraws:
+    """Move an ensemble, and return draws at regular transitions of each of its chains."""
+    ensemble.warm_up()
+    reasons = ensemble.sample(num_samples)
+    kept = ensemble.kept()
+    per_chain = math.ceil(num_samples / len(kept))
+    times = torch.linspace(kept.shape[1] - 1, 0, per_chain).round().long().flip(0)
+    position = kept[:, times].flatten(0, 1)[:num_samples]
+    parts = []
+    for part in position.split(sampler.chunk_size):
+        at = ensemble.density.evaluate(part)
+        log_weight = ensemble.log_weight(part, (at.log_base + at.log_weight).flatten())
+        sample = with_drawn_states(sampler.programs, at.sample)
+        parts.append(site_draws(sample, log_weight, None))
+    draws = _joined(parts)
+    draws.acceptance = ensemble.acceptance.repeat_interleave(per_chain)[:num_samples]
+    draws.step_size, draws.chains = ensemble.kernel.step_size().detach(), len(kept)
+    draws.pareto_k = torch.tensor(ensemble.k)
+    nearest = torch.stack([mode.distance(position) for mode in modes]).argmin(0)
+    counts = nearest.bincount(minlength=len(modes)) / len(position)
+    shares = [(m.log_density, float(c)) for m, c in zip(modes, counts, strict=True)]
+    draws.verdict = Verdict(
+        f"{len(kept)} chains of {kept.shape[1]} transitions",
+        tuple(reasons),
+        ensemble.k,
+        ensemble.size,
+        ensemble.r_hat,
+        float(ensemble.acceptance.mean()),
+        tuple(shares),
+        ensemble.density.num_evaluations,
+    )
+    return draws
+
+
+def _refined_draws(
+    programs: Programs, settings: Options, num_samples: int, num_transitions: int, warn: bool
+) -> PosteriorDraws:
+    """Refine draws of the guide by weights, and by chains with a schedule or a kernel."""
     if num_transitions and settings.schedule is None and settings.kernel is None:
         settings = replace(settings, schedule=1)
     annealing = settings.annealing()
@@ -296,8 +477,9 @@ def refine(
         draws.step_size = (
             None if annealing is None else annealing.kernel.step_size().detach().clone()
         )
-    bad = int((draws.pareto_k > 0.7).sum())
-    if bad:
+    draws.verdict = _verdict_of(draws, summary, candidates)
+    bad = int((draws.pareto_k > _HEAVY).sum())
+    if bad and warn:
         remedy = "Use chains (schedule=10, coordinates='whitened')"
         if annealing is not None:
             remedy = "Use coordinates='whitened' or more steps (report prints how many)"
@@ -308,9 +490,30 @@ def refine(
             f"posteriors (largest {float(draws.pareto_k.max()):.2f}): draws may miss the same "
             f"regions as the guide. {remedy}, or make the latents of the model independent a "
             f"priori",
-            stacklevel=2,
+            stacklevel=3,
         )
     return draws
+
+
+def _verdict_of(draws: PosteriorDraws, summary: WeightSummary, candidates: int) -> Verdict:
+    """Return whether weights are equal enough, and their tails light enough, to draw by them."""
+    size, k = summary.effective_sample_size, draws.pareto_k
+    bias = (summary.count / size.clamp_min(1e-300) - 1) / candidates
+    reasons = []
+    heavy, biased = k > _LIGHT, bias > _BIAS
+    if fraction(heavy) > _FEW:
+        number = f"{int(heavy.sum())} of {k.numel()} posteriors"
+        reasons.append(f"Pareto k is above {_LIGHT} for {number}")
+    if fraction(biased) > _FEW:
+        reasons.append(
+            f"weights differ too much to select from {candidates} "
+            f"candidate{'s' * (candidates > 1)} for {int(biased.sum())} of {k.numel()} posteriors"
+        )
+    accepted = math.nan if draws.acceptance is None else float(draws.acceptance.mean())
+    method = "draws of the guide, selected by weight"
+    if draws.acceptance is not None:
+        method = "draws of the guide, moved by chains"
+    return Verdict(method, tuple(reasons), float(k.max()), float(size.min()), acceptance=accepted)
 
 
 def _joined(parts: list[PosteriorDraws]) -> PosteriorDraws:

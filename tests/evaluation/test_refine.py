@@ -249,7 +249,7 @@ def test_a_narrow_guide_is_warned_of():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact", log_s=-2.5)
     with pytest.warns(UserWarning, match=r"Pareto k of the weights is above 0.7 for \d of 5"):
-        refine(exact.model, exact.guide, num_samples=500)
+        refine(exact.model, exact.guide, num_samples=500, num_particles=10)
 
 
 @pytest.mark.parametrize("coordinates", ["noise", "whitened"])

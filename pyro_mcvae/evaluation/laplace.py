@@ -1,0 +1,345 @@
+"""The posterior over unconstrained coordinates: its density, its modes, normal densities there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ClassVar, NamedTuple, cast
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide.initialization import InitMessenger
+from torch import Tensor
+from torch.distributions import transform_to
+from torch.overrides import TorchFunctionMode
+
+from pyro_mcvae.coordinates.coordinate import bijection_of
+from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
+from pyro_mcvae.evaluation.weights import ImportanceSampler
+from pyro_mcvae.programs.sites import bare, known_support, with_mask
+from pyro_mcvae.programs.types import Distribution, Program, Site, is_subsampled, plate_frames
+
+# A guide that is flat over unconstrained coordinates: its weights are the posterior density there.
+
+# The first draws are uniform between minus and plus this.
+_NEAR = 0.1
+
+
+class _Flat(pyro.distributions.TorchDistribution):
+    """The distribution of values whose unconstrained coordinates have density one."""
+
+    has_rsample = True
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, fn: Distribution) -> None:
+        self._fn, self._transform = fn, bijection_of(fn)
+        super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        return self._fn.support
+
+    def expand(self, batch_shape: Any, _instance: object = None) -> _Flat:
+        return _Flat(self._fn.expand(batch_shape))
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        shape = self._transform.inverse_shape(torch.Size(sample_shape) + self.shape())
+        return cast("Tensor", self._transform(torch.empty(shape).uniform_(-_NEAR, _NEAR)))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        at = self._transform.inv(value)
+        log_det = self._transform.log_abs_det_jacobian(at, value)
+        extra = self.event_dim - self._transform.codomain.event_dim
+        return -(log_det.flatten(log_det.dim() - extra).sum(-1) if extra else log_det)
+
+
+def _feasible(site: Site) -> Tensor:
+    """Return the value at zero of the unconstrained coordinates."""
+    if known_support(site["fn"]).is_discrete:
+        raise ValueError(
+            f"site '{site['name']}' is discrete ({type(bare(site['fn'])).__name__}), and chains "
+            f"move latents along gradients: mark it infer={{'enumerate': 'parallel'}} in the "
+            f"model, or pass a guide that draws it"
+        )
+    transform = transform_to(known_support(site["fn"]))
+    return cast("Tensor", transform(torch.zeros(transform.inverse_shape(site["fn"].shape()))))
+
+
+class _LatentMask(poutine.messenger.Messenger):
+    """Moves ``poutine.mask(mask=False)`` of a latent into its distribution, which is then flat."""
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if msg["mask"] is False and not msg["is_observed"]:
+            msg["fn"], msg["mask"] = msg["fn"].mask(False), None
+
+
+def latents_masked(model: Program) -> Program:
+    """Return a model whose latents are flat under ``poutine.mask(mask=False)``."""
+    return cast("Program", _LatentMask()(model))
+
+
+class FlatGuide(AutoGuide):
+    """
+    A guide that draws every latent, and whose density is one over unconstrained coordinates.
+
+    Sites that the model enumerates are left out.
+
+    :raises ValueError: for other discrete sites, and for subsampled plates.
+    """
+
+    def __init__(self, model: Program) -> None:
+        summed = poutine.block(model, hide_fn=lambda site: "enumerate" in site.get("infer", ()))
+        super().__init__(InitMessenger(_feasible)(summed))
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        for _, site in self.prototype_trace.iter_stochastic_nodes():
+            for frame in filter(is_subsampled, plate_frames(site)):
+                raise ValueError(
+                    f"plate '{frame.name}' is subsampled ({frame.size} of {frame.full_size}), and "
+                    f"a posterior is that of all data: pass the full data"
+                )
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        plates, values = self._create_plates(*args, **kwargs), {}
+        for name, site in self.prototype_trace.iter_stochastic_nodes():
+            with ExitStack() as stack:
+                for frame in plate_frames(site):
+                    stack.enter_context(plates[frame.name])
+                values[name] = pyro.sample(name, _Flat(with_mask(site["fn"], None) or site["fn"]))
+        return values
+
+
+class _NaNCholesky(TorchFunctionMode):
+    """Gives factors of NaN to matrices that are not positive definite, instead of an error."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.linalg.cholesky, torch.cholesky):
+            return func(*args, **(kwargs or {}))
+        factor, info = torch.linalg.cholesky_ex(*args, **(kwargs or {}))
+        return factor.masked_fill((info > 0)[..., None, None], math.nan)
+
+
+class LogDensity:
+    r"""
+    The log density of a posterior over unconstrained coordinates, up to a constant, and its
+    gradient.
+
+    :param sampler: of a :class:`FlatGuide`.
+    """
+
+    def __init__(self, sampler: ImportanceSampler) -> None:
+        self._sampler, self._log_weights = sampler, dict[int, LogWeight]()
+        self.num_evaluations = 0
+        self._around: AbstractContextManager[object] = nullcontext()
+        self.like = self._log_weight(1).coordinates[0].flatten()
+
+    @property
+    def dim(self) -> int:
+        """Return D, the number of coordinates."""
+        return len(self.like)
+
+    def _log_weight(self, count: int) -> LogWeight:
+        if count not in self._log_weights:
+            with torch.enable_grad():
+                self._log_weights[count] = self._sampler.log_weight(
+                    count, gradient=GradientMode.COORDINATES, coordinates="latent"
+                )
+        return self._log_weights[count]
+
+    def evaluate(self, position: Tensor) -> Evaluation:
+        """Run the programs at positions of shape ``[K, D]``."""
+        log_weight = self._log_weight(len(position))
+        return log_weight(position.reshape(-1, *log_weight.coordinates.shape[1:]))
+
+    def position_of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions of latents of shape ``[K, *site_shape]``."""
+        log_weight = self._log_weight(1)
+        records = log_weight.records[0]
+        at = {n: records[n].coordinate.at(values[n]) for n in log_weight.packing.sites}
+        return log_weight.packing.pack_runs([at]).flatten(1)
+
+    def values(self, position: Tensor) -> tuple[list[str], Tensor]:
+        """Return the latents at positions, side by side, and a name for each number of them."""
+        log_weight, names, values = self._log_weight(1), list[str](), list[Tensor]()
+        at = position.reshape(-1, *log_weight.coordinates.shape[1:])
+        for name, coordinate in log_weight.packing.unpack(at).items():
+            value = log_weight.records[0][name].coordinate.value(coordinate)
+            values.append(value.reshape(len(position), -1))
+            count = values[-1].shape[1]
+            names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
+        return names, torch.cat(values, -1)
+
+    def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Return the log density, shape ``[K]``, and its gradient, shape ``[K, D]``.
+
+        Where the density is not finite, or a Cholesky factorization fails, both the density and
+        the gradient are zero.
+        """
+        self.num_evaluations += 1
+        try:
+            value, gradient = self._differentiate(position)
+        except torch.linalg.LinAlgError:
+            if isinstance(self._around, _NaNCholesky):  # another factorization
+                raise
+            self._around = _NaNCholesky()
+            value, gradient = self._differentiate(position)
+        bad = ~(value.isfinite() & gradient.isfinite().all(-1))
+        return value.detach().masked_fill(bad, -math.inf), gradient.masked_fill(bad[:, None], 0.0)
+
+    def _differentiate(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        with self._around, pyro.validation_enabled(False), torch.enable_grad():
+            at = self.evaluate(moved := position.detach().clone().requires_grad_())
+            value = (at.log_base + at.log_weight).flatten()
+            return value, torch.autograd.grad(value.sum(), moved)[0]
+
+
+# Modes: L-BFGS from several starts, then Newton's method.
+
+_STARTS, _ITERATIONS, _MEMORY, _NEWTON = 16, 200, 20, 20
+# The first half of the starts is uniform between minus and plus the first number, as in Stan.
+_RADII = 2.0, 10.0
+# The largest expected rise, in nats, at a mode. The nats of Laplace evidence within which another
+# mode counts, and the number of modes.
+_CLOSE, _MARGIN, _MOST = 1e-3, 10.0, 4
+
+
+class Mode(NamedTuple):
+    r"""
+    A mode :math:`\mu`, with the normal density :math:`N(\mu, L L^\top)` that has its curvature.
+
+    :ivar mean: shape ``[D]``.
+    :ivar factor: L, shape ``[D, D]``.
+    :ivar log_density: at the mode.
+    :ivar log_evidence: of the Laplace approximation.
+    """
+
+    mean: Tensor
+    factor: Tensor
+    log_density: float
+    log_evidence: float
+
+    def distance(self, position: Tensor) -> Tensor:
+        """Return half the squared distance of positions ``[K, D]``, in standard deviations."""
+        away = (position - self.mean).mT
+        return 0.5 * torch.linalg.solve_triangular(self.factor, away, upper=False).square().sum(0)
+
+
+def find_modes(density: LogDensity) -> list[Mode]:
+    """
+    Return the modes that starts reach, best first, without those of negligible mass.
+
+    :raises ValueError: if no start has a positive density.
+    """
+    radius = density.like.new_tensor(_RADII).repeat_interleave(_STARTS // 2)[:, None]
+    rows = radius * (2 * torch.rand(_STARTS, density.dim).to(radius) - 1)
+    rows[0] = 0.0
+    for _ in range(10):  # Stan tries a hundred times
+        bad = density(rows)[0].isinf()
+        if not bad.any():
+            break
+        rows[bad] = (_RADII[0] * (2 * torch.rand_like(rows) - 1))[bad]
+    rows = rows[~density(rows)[0].isinf()]
+    if not len(rows):
+        raise ValueError(
+            f"the posterior density is zero or not finite at {10 * _STARTS} starts with "
+            f"unconstrained values from -10 to 10: pass a guide, or rescale the model's latents"
+        )
+    rows, values = _climb(density, rows)
+    modes: list[Mode] = []
+    for i in values.argsort(descending=True).tolist():
+        if len(modes) == _MOST or any(_is_near(rows[i], float(values[i]), m) for m in modes):
+            continue
+        mode = _newton(density, rows[i])
+        if not any(_is_near(mode.mean, mode.log_density, m) for m in modes):
+            modes.append(mode)
+    modes.sort(key=lambda m: -m.log_evidence)
+    return [m for m in modes if m.log_evidence > modes[0].log_evidence - _MARGIN]
+
+
+def _is_near(position: Tensor, value: float, mode: Mode) -> bool:
+    """Return whether a position has about the density that a mode's normal density has there."""
+    return float(mode.distance(position[None])) < 2 * abs(mode.log_density - value) + 0.5
+
+
+def _climb(density: LogDensity, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximize from each row with L-BFGS, whose steps are halved until the density rises."""
+    value, gradient = density(u)
+    pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+    scale = 1 / gradient.norm(dim=-1).clamp_min(1e-12)
+    slow = torch.zeros_like(value)
+    for _ in range(_ITERATIONS):
+        step, coefficients = gradient, []
+        for s, y, rho in reversed(pairs):
+            coefficients.append(a := rho * (s * step).sum(-1))
+            step = step - a[:, None] * y
+        step = step * scale[:, None]
+        for (s, y, rho), a in zip(pairs, reversed(coefficients), strict=True):
+            step = step + (a - rho * (y * step).sum(-1))[:, None] * s
+        rise = (step * gradient).sum(-1)
+        length = torch.ones_like(value)
+        new, new_value, new_gradient = u, value, gradient
+        todo = torch.ones_like(value, dtype=torch.bool)
+        for _ in range(12):
+            trial = torch.where(todo[:, None], u + length[:, None] * step, new)
+            at, slope = density(trial)
+            good = todo & (at >= value + 1e-4 * length * rise)
+            new = torch.where(good[:, None], trial, new)
+            new_value = torch.where(good, at, new_value)
+            new_gradient = torch.where(good[:, None], slope, new_gradient)
+            todo = todo & ~good & (slow < 2)
+            if not todo.any():
+                break
+            length = torch.where(todo, 0.3 * length, length)
+        s, y = new - u, gradient - new_gradient
+        curvature = (s * y).sum(-1)
+        valid = curvature > 1e-10 * s.norm(dim=-1) * y.norm(dim=-1)
+        rho = torch.where(valid, 1 / curvature, 0.0)
+        scale = torch.where(valid, curvature / y.square().sum(-1), scale)
+        pairs = [*pairs[1 - _MEMORY :], (s, y, rho)]
+        slow = torch.where(new_value - value < _CLOSE, slow + 1, 0.0)
+        u, value, gradient = new, new_value, new_gradient
+        if bool((slow >= 2).all()):
+            break
+    return u, value
+
+
+def _newton(density: LogDensity, u: Tensor) -> Mode:
+    """Maximize with Newton's method, whose Hessians are differences of gradients."""
+    value, gradient = (part[0] for part in density(u[None]))
+    width = 1e-4 * (1 + u.abs())
+    for _ in range(_NEWTON):
+        for _ in range(3):  # differences over about a tenth of a standard deviation
+            plus, minus = density(torch.cat([u + width.diag(), u - width.diag()]))[1].chunk(2)
+            hessian = (minus - plus) / (2 * width[:, None])
+            new = 0.1 * hessian.diagonal().abs().clamp_min(1e-16).rsqrt()
+            done = bool(((new / width).log().abs() < 1.0).all())
+            width = torch.minimum(new, 1e3 * width)
+            if done:
+                break
+        unit = hessian.diagonal().abs().clamp_min(1e-16).rsqrt()
+        scaled = unit[:, None] * (hessian + hessian.mT) / 2 * unit
+        eigenvalues, vectors = torch.linalg.eigh(scaled)
+        covariance = (vectors / eigenvalues.abs().clamp_min(1e-10)) @ vectors.mT
+        factor = unit[:, None] * torch.linalg.cholesky((covariance + covariance.mT) / 2)
+        step = factor @ (factor.mT @ gradient)
+        rise, length = float(step @ gradient), 1.0
+        if rise < _CLOSE:
+            break
+        while length > 1e-4:
+            at, slope = (part[0] for part in density((u + length * step)[None]))
+            if float(at) > float(value):
+                u, value, gradient = u + length * step, at, slope
+                break
+            length *= 0.3
+        else:
+            break
+    log_det = float(factor.diagonal().log().sum())
+    log_evidence = float(value) + log_det + density.dim / 2 * math.log(2 * math.pi)
+    return Mode(u, factor, float(value), log_evidence)
