@@ -27,7 +27,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, Site
-from pyro_mcvae.structure.provenance import dependencies_of
+from pyro_mcvae.structure.marked import dependencies_of
 
 # Closed-form Kullback-Leibler divergences of single sites.
 

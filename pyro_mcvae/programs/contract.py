@@ -327,7 +327,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
         return Run(*traces, terms, nesting, None, subsamples=batch, state_dim=state_dim)
 
 
-def _drawn_inside(msg: Message) -> Tensor:
+def drawn_inside(msg: Message) -> Tensor:
     """Draw from a site, but not the open end of its support, to which draws may be rounded."""
     value: Tensor = msg["fn"](*msg["args"], **msg["kwargs"])
     support = elementwise(known_support(msg["fn"]))
@@ -348,13 +348,25 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     """
     with isolated(programs.owners):
         batch = Minibatch()
-        traces = run_pair(programs, Substitutes(batch, sample_fn=_drawn_inside))
-        check_sites(*traces, strict_enumeration, before_sums=True)
-        run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=batch)
-        with warnings.catch_warnings():
-            # Sites that the model enumerates are in the model alone.
-            warnings.filterwarnings("ignore", "Found vars in model but not guide")
-            check_run(run, math.inf, strict_enumeration, before_sums=True)
+        traces = run_pair(programs, Substitutes(batch, sample_fn=drawn_inside))
+        return checked(*traces, batch, strict_enumeration)
+
+
+def checked(
+    guide_trace: Trace, model_trace: Trace, subsamples: Minibatch, strict_enumeration: bool
+) -> Run:
+    """
+    Return the checked run of two traces without leading dims.
+
+    :raises ValueError: for a model and a guide that do not fit together.
+    """
+    traces = guide_trace, model_trace
+    check_sites(*traces, strict_enumeration, before_sums=True)
+    run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=subsamples)
+    with warnings.catch_warnings():
+        # Sites that the model enumerates are in the model alone.
+        warnings.filterwarnings("ignore", "Found vars in model but not guide")
+        check_run(run, math.inf, strict_enumeration, before_sums=True)
     # Dims of size 1 outside plates are counted too, for example the time dim of
     # pyro.contrib.forecast. The dims of tensors that broadcast against them are to their right.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_mcvae.programs.contract import checked_run
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure.provenance import find_dependencies
+from pyro_mcvae.structure.marked import marked_run
 
 
 def normal(loc=0.0):
@@ -22,7 +22,7 @@ def normal(loc=0.0):
 
 
 def dependencies(model, guide, *tracked):
-    return find_dependencies(Programs(model, guide, (), {}), frozenset(tracked), {})
+    return marked_run(Programs(model, guide, (), {}), {}).dependencies(frozenset(tracked))
 
 
 def factors(model, guide, *tracked):
@@ -316,7 +316,7 @@ def look_nesting(programs):
 
 
 def look_dependencies(programs):
-    find_dependencies(programs, frozenset({"theta", "z"}), {})
+    marked_run(programs, {})
 
 
 looks = pytest.mark.parametrize("look", [look_nesting, look_dependencies])

@@ -17,7 +17,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
 )
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure.interventions import find_dependent_plates
+from pyro_mcvae.structure.marked import marked_run
 from tests.structure.pairs import coupled_pair
 
 X = (3.0, 3.5, 2.5, 4.0)
@@ -109,7 +109,7 @@ def test_the_elements_meet_also_where_the_guides_flow_has_no_inverse(flow):
 
 
 def coupled(model, guide, **subsamples):
-    result = find_dependent_plates(Programs(model, guide, (), {}), subsamples).plates
+    result = marked_run(Programs(model, guide, (), {}), subsamples).coupled
     return {(key.program, key.name): {p.name for p in plates} for key, plates in result.items()}
 
 
