@@ -237,8 +237,8 @@ class LeadingRun:
 
     def _check(self) -> None:
         single = marked(self.programs, self.run)
-        if any(name == LEADING for name, *_ in single.codes):
-            raise MarkedRunError("they run with leading dims only")
+        if single.error_alone is not None:
+            raise single.error_alone
         batched = self._batched(self._count(2), single)
         for read in batched.reads[:1]:
             raise self._error(

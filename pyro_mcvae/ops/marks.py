@@ -133,10 +133,12 @@ class Read(NamedTuple):
 
     :ivar bits: the bits that it depends on.
     :ivar line: the line of the program.
+    :ivar is_branch: whether it is True or False.
     """
 
     bits: int
     line: str
+    is_branch: bool
 
 
 class Marks(TorchDispatchMode):
@@ -147,6 +149,8 @@ class Marks(TorchDispatchMode):
         checks a value there, so that a read decides nothing.
     :param replayed: draws outside sample sites of a single run, whose numbers the last particle of
         this run uses.
+    :param other_branch: called with the bits of True or False that Python reads: whether it reads the
+        other one instead.
     :ivar words: the number of 64-bit words of a mask.
     :ivar control: the bits of all values that Python has read.
     :ivar reads: these values.
@@ -160,9 +164,10 @@ class Marks(TorchDispatchMode):
         self,
         line: Callable[[], str | None],
         replayed: Sequence[Draw] = (),
+        other_branch: Callable[[int], bool] = lambda bits: False,
     ) -> None:
         super().__init__()
-        self.line, self._replayed = line, replayed
+        self.line, self._replayed, self._other_branch = line, replayed, other_branch
         self._shadows: dict[int, tuple[Any, _Shadow]] = {}
         self.words, self._next = 1, 0
         self._outside = _Outside(self)
@@ -244,14 +249,14 @@ class Marks(TorchDispatchMode):
             if isinstance(tensor, Tensor) and self.mask(tensor) is not None:
                 self.write(tensor, 0)
 
-    def read(self, bits: int) -> None:
-        """Record that Python reads a value with these bits."""
-        if not bits or self.checking:
-            return
-        line = self.line()
-        if line is not None:
-            self.control |= bits
-            self.reads.append(Read(bits, line))
+    def read(self, bits: int, is_branch: bool = False) -> bool:
+        """Record that Python reads a value with these bits, and return whether it decides."""
+        line = None if self.checking or not bits else self.line()
+        if line is None:
+            return False
+        self.control |= bits
+        self.reads.append(Read(bits, line, is_branch))
+        return True
 
     # Operators.
 
@@ -273,7 +278,9 @@ class Marks(TorchDispatchMode):
             return func(*args, **kwargs)  # views share the shadow of their storage
         call = _Call(self, func, args, kwargs, tensors, masks)
         if masks and call.is_read:
-            self.read(self.bits(*call.read_values))
+            bits = self.bits(*call.read_values)
+            if self.read(bits, call.is_branch) and call.is_branch and self._other_branch(bits):
+                return not func(*args, **kwargs)
         inputs = call.kept_inputs()
         result = func(*args, **kwargs)
         results = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
@@ -566,6 +573,11 @@ class _Call:
         return self.name in _READS or bool(
             {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(tags)
         )
+
+    @property
+    def is_branch(self) -> bool:
+        """Return whether Python reads True or False."""
+        return self.name == "_local_scalar_dense" and self.args[0].dtype is torch.bool
 
     @property
     def read_values(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -180,10 +180,12 @@ class Read(NamedTuple):
 
     :ivar line: the line of the program.
     :ivar sites: the sites whose draws it was computed from.
+    :ivar is_branch: whether it is True or False.
     """
 
     line: str
     sites: frozenset[str]
+    is_branch: bool
 
 
 class Dependencies(NamedTuple):
@@ -235,6 +237,7 @@ class MarkedRun:
     :ivar terms: the factors whose density can be computed.
     :ivar entries: for each factor, the mask of its density without those of :attr:`whole`.
     :ivar whole: for each factor, the bits that all of its entries have.
+    :ivar control: for each factor, those of values that Python has read before.
     :ivar masked: for each site, the bits of its masks.
     :ivar reads: the values that Python code has read.
     :ivar draws: random numbers outside sample sites.
@@ -243,6 +246,7 @@ class MarkedRun:
     :ivar batches: the lines that normalize by the statistics of a batch of draws.
     :ivar batch_bit: the bit of what is normalized there.
     :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
+    :ivar error_alone: for a run with leading dims: the error of one without.
     """
 
     guide_trace: Trace
@@ -251,6 +255,7 @@ class MarkedRun:
     terms: dict[FactorKey, Term]
     entries: dict[FactorKey, Tensor | None]
     whole: dict[FactorKey, int]
+    control: dict[FactorKey, int]
     masked: dict[FactorKey, int]
     site_bits: Mapping[str, int]
     codes: Mapping[tuple[str, int, int], _Code]
@@ -261,6 +266,7 @@ class MarkedRun:
     batches: list[str]
     batch_bit: int
     draws_on_host: bool
+    error_alone: MarkedRunError | None = None
 
     @property
     def by_batches(self) -> frozenset[FactorKey]:
@@ -274,7 +280,10 @@ class MarkedRun:
     @cached_property
     def bits(self) -> dict[FactorKey, int]:
         """Return all bits of each factor."""
-        return {key: whole | bits_of(self.entries.get(key)) for key, whole in self.whole.items()}
+        return {
+            key: whole | self.control[key] | bits_of(self.entries.get(key))
+            for key, whole in self.whole.items()
+        }
 
     def names(self, bits: int) -> frozenset[str]:
         """Return the sites that some bits belong to."""
@@ -303,7 +312,7 @@ class MarkedRun:
         }
         found = {}
         for key, bits in self.bits.items():
-            site = self._site(key)
+            site = self.site(key)
             plates = set()
             for frame in plate_frames(site):
                 if frame.dim is None:
@@ -333,7 +342,7 @@ class MarkedRun:
         sizes = [key for key in self.codes if key[0] in names.values()]
         return [k for k in self.bits if any(self._meets(k, *size) for size in sizes)]
 
-    def _site(self, key: FactorKey) -> Site:
+    def site(self, key: FactorKey) -> Site:
         trace = self.guide_trace if key.program == "guide" else self.model_trace
         site: Site = trace.nodes[key.name]
         return site
@@ -346,7 +355,7 @@ class MarkedRun:
         code = self.codes.get((name, dim, size))
         if code is None or not self.bits[key] & code.field:
             return False
-        mask, whole = self.entries.get(key), self.whole[key] & code.field
+        mask, whole = self.entries.get(key), (self.whole[key] | self.control[key]) & code.field
         if whole:
             return True
         if mask is None:
@@ -419,6 +428,7 @@ def marked_run(
     sample_fn: SampleFn | None = None,
     leading: Leading = ALONE,
     replayed: Sequence[Draw] = (),
+    other_branch: Callable[[frozenset[str]], bool] | None = None,
 ) -> MarkedRun:
     """
     Run both programs with marked draws, and restore all state afterwards.
@@ -429,9 +439,13 @@ def marked_run(
     :param leading: the leading dims, with the particles' plates.
     :param replayed: random numbers outside sample sites of a single run, which the last particle of
         this run uses.
+    :param other_branch: called with the sites behind a condition: whether the programs take its
+        other branch.
     :raises MarkedRunError: from the programs' error.
     """
-    marks = Marks(_line, replayed)
+    marks = Marks(
+        _line, replayed, lambda bits: bool(other_branch and other_branch(_names(marker, bits)))
+    )
     marker = _Marker(marks)
     substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
     with (
@@ -459,6 +473,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
     terms: dict[FactorKey, Term] = {}
     entries: dict[FactorKey, Tensor | None] = {}
     whole: dict[FactorKey, int] = {}
+    control: dict[FactorKey, int] = {}
     masked: dict[FactorKey, int] = {}
     makes: tuple[tuple[str, Trace, Callable[[Site], Term]], ...] = (
         ("model", model_trace, model_term),
@@ -482,9 +497,10 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
             except ValueError:
                 entries[key] = upstream  # a flow without an inverse
             own = (bits_of(upstream) & sites) | marker.site_bits.get(name, 0) if in_guide else 0
-            whole[key] = own | marks.control | marks.bits(site["scale"]) | masked[key]
+            control[key] = marks.control
+            whole[key] = own | marks.bits(site["scale"]) | masked[key]
     marks.control = after
-    reads = [Read(r.line, _names(marker, r.bits)) for r in marks.reads]
+    reads = [Read(r.line, _names(marker, r.bits), r.is_branch) for r in marks.reads]
     return MarkedRun(
         guide_trace,
         model_trace,
@@ -492,6 +508,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         terms,
         entries,
         whole,
+        control,
         masked,
         marker.site_bits,
         marker.codes,
@@ -546,14 +563,16 @@ def marked(programs: Programs, run: Run) -> MarkedRun:
 
 def _marked(programs: Programs, run: Run) -> MarkedRun:
     try:
-        return marked_run(programs, run.subsamples, values=single_values(run))
-    except MarkedRunError:
+        found = marked_run(programs, run.subsamples, values=single_values(run))
+        return _without_own_branches(programs, found)
+    except MarkedRunError as error:
         if run.leading is None:
             raise
-    # Programs may rely on leading dims (vectorize_particles=True).
-    none = frozenset[str](), frozenset[str]()
-    leading = particle_plates(run.mode, run.leading, -run.nesting - 1, none)
-    return marked_run(programs, run.subsamples, leading=leading)
+        # Programs may rely on leading dims (vectorize_particles=True).
+        none = frozenset[str](), frozenset[str]()
+        leading = particle_plates(run.mode, run.leading, -run.nesting - 1, none)
+        found = marked_run(programs, run.subsamples, leading=leading)
+        return replace(found, error_alone=error)
 
 
 def checked_marked_run(programs: Programs, strict_enumeration: bool) -> Run:
@@ -568,8 +587,71 @@ def checked_marked_run(programs: Programs, strict_enumeration: bool) -> Run:
         return checked_run(programs, strict_enumeration)  # raises the error of the programs
     traces = found.guide_trace, found.model_trace
     run = checked(*traces, found.subsamples, strict_enumeration)
-    programs.cached(("marked", run.signature), lambda: found)
+    programs.cached(("marked", run.signature), lambda: _without_own_branches(programs, found))
     return run
+
+
+def _without_own_branches(programs: Programs, found: MarkedRun) -> MarkedRun:
+    """
+    Return a marked run in which no datum of a sequential plate depends on the branches of another.
+
+    Python code in a loop may branch on the latents of the datum. To find whether this decides about
+    other data, too, the programs run again with the other branches at some data, and the densities
+    of the other data are compared, for subsets that separate each pair of data. If they change, or
+    if a value was read that is not a condition, the marked run is returned as it is.
+    """
+    iterations = {n: _iterations(s) for n, s in found.guide_trace.nodes.items() if is_latent(s)}
+    places: dict[frozenset[PlateKey], int] = {}
+    for read in found.reads:
+        own = frozenset[PlateKey]().union(*(iterations.get(n, _NONE) for n in read.sites))
+        if not read.is_branch or not own or any(iterations.get(n) != own for n in read.sites):
+            return found
+        places.setdefault(own, len(places))
+    if not places:
+        return found
+    values = {n: s["value"] for n, s in found.guide_trace.nodes.items() if n in iterations}
+    count, code = codes(max(2, len(places)))
+    for bit in range(count):
+        chosen = {own for own, i in places.items() if int(code[i]) >> bit & 1}
+
+        def other_branch(sites: frozenset[str], chosen: Any = chosen) -> bool:
+            return any(iterations.get(n) in chosen for n in sites)
+
+        try:
+            other = marked_run(
+                programs,
+                found.subsamples,
+                values=values,
+                replayed=found.draws,
+                other_branch=other_branch,
+            )
+        except MarkedRunError:
+            return found
+        for key in found.terms.keys() | other.terms.keys():
+            run = found if key in found.terms else other
+            if _iterations(run.site(key)) in chosen:
+                continue
+            pair = found.log_probs.get(key), other.log_probs.get(key)
+            if pair[0] is None or pair[1] is None or not torch.equal(*pair):
+                return found
+    own_control = {
+        key: sum(
+            bit
+            for n, bit in found.site_bits.items()
+            if control & bit and iterations.get(n) == _iterations(found.site(key))
+        )
+        for key, control in found.control.items()
+    }
+    reads = [r for r in found.reads if not r.is_branch]
+    return replace(found, control=own_control, reads=reads)
+
+
+_NONE: frozenset[PlateKey] = frozenset()
+
+
+def _iterations(site: Site) -> frozenset[PlateKey]:
+    """Return the iterations of the sequential plates around a site."""
+    return frozenset(plate_key(f) for f in plate_frames(site) if f.dim is None)
 
 
 def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> Dependencies:
