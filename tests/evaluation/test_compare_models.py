@@ -201,5 +201,5 @@ def test_an_error_that_log_evidence_does_not_know_is_not_printed():
     assert math.isnan(error)
     assert math.isfinite(result.difference("good", "good")[1])
     rows = str(result).splitlines()
-    assert rows[-3:] and sum("± unknown" in row for row in rows) == 1
+    assert sum("± unknown" in row for row in rows) == 1
     assert next(r for r in rows if r.startswith("poor")).count("± unknown") == 2
