@@ -389,12 +389,11 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             return
         fall = ""
         if not self.kernel.adjusted:
-            start, end = float(chain.start.log_weight.mean()), float(chain.log_weight.mean())
+            ends = (chain.start.log_weight, chain.log_weight)
+            start, end = (float(w.detach().mean()) for w in ends)
             if end > start - 1.0:
                 return
-            fall = (
-                f", and the mean log weight falls from {start:.1f} at the first draws to {end:.1f}"
-            )
+            fall = f", and the mean log weight falls from {start:.1f} (first draws) to {end:.1f}"
         self._warned = True
         sizes = ", ".join(f"{s:.3g}" for s in step.step_size.flatten()[:3].tolist())
         _logger.warning(
