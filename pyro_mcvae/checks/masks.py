@@ -18,6 +18,7 @@ from torch.distributions import constraints
 from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.probing import Probe, probe, probing
 from pyro_mcvae.programs.run import (
     Programs,
@@ -317,7 +318,7 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
 def _is_certain(site: Site) -> Tensor | bool:
     """Return the mask of entries with a single possible value, whose probability is one."""
     fn = bare(site["fn"])
-    if isinstance(fn, torch.distributions.Categorical):
+    if has_methods_of(fn, torch.distributions.Categorical):
         return (fn.probs > 0).sum(-1) == 1
     try:
         certain = fn.variance == 0

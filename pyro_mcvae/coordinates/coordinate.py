@@ -16,6 +16,7 @@ from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.distributions import is_elementary, is_pushed_forward
 from pyro_mcvae.programs.exact_logs import Logs, exact_logs, exact_logs_if, positive, with_logs
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import (
     bare,
     elementwise,
@@ -116,7 +117,9 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
 
 
 def _draw(fn: Any) -> Tensor | None:
-    if isinstance(fn, torch.distributions.Independent):
+    if not has_methods_of(fn, type(fn)):
+        return None
+    if has_methods_of(fn, torch.distributions.Independent):
         return _draw(fn.base_dist)
     draw = _DRAWS.get(type(fn).__name__)
     if draw is not None and type(fn).__module__.startswith(("torch.", "pyro.")):

@@ -17,6 +17,7 @@ from pyro.contrib.zuko import ZukoToPyro
 from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import Distribution, NoCoordinateError
 
 
@@ -71,8 +72,8 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
     Chains then move the noise. The draws of all other classes, custom ones too, move as
     unconstrained values.
 
-    :param classes: the classes, with their subclasses, unless these override ``rsample``,
-        ``log_prob``, ``__call__`` or ``has_rsample``.
+    :param classes: the classes, with those of their subclasses that override no method of theirs,
+        nor ``has_rsample``.
     :returns: a decorator for a function that maps a distribution to a :class:`Noise`, or a tuple of
         its fields. The function returns None if there is no explicit noise.
 
@@ -98,17 +99,21 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
 
 def noise_of(fn: Distribution) -> Noise | None:
     """Return the noise of a distribution's draws, or None if it is not explicit."""
-    function = _REGISTRY.get(type(fn)) or _inherited(type(fn))
-    noise = None if function is None else function(fn)
+    parent = next((c for c in type(fn).__mro__ if c in _REGISTRY), None)
+    if parent is None or not _draws_like(fn, parent):
+        return None
+    noise = _REGISTRY[parent](fn)
     return None if noise is None else Noise(*noise)
 
 
-def _inherited(cls: type) -> NoiseMaker | None:
-    """Return the function of the nearest registered parent, if the subclass draws like it."""
-    parent = next((c for c in cls.__mro__ if c in _REGISTRY), object)
+def _draws_like(fn: Distribution, parent: type) -> bool:
+    """Return whether draws of a distribution are those of a registered class."""
+    if not has_methods_of(fn, parent):
+        return False
+    # Subclasses within PyTorch and Pyro draw in other ways, too.
     draws = "rsample", "log_prob", "__call__", "has_rsample"
-    same = all(getattr_static(cls, n, None) is getattr_static(parent, n, None) for n in draws)
-    return _REGISTRY.get(parent) if same else None
+    kind = type(fn)
+    return all(getattr_static(kind, n, None) is getattr_static(parent, n, None) for n in draws)
 
 
 def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
@@ -140,7 +145,8 @@ def _normal(fn: Distribution) -> Noise:
 
 @register_noise(*_pair("Laplace", "Cauchy", "Logistic"))
 def _location_scale(fn: Distribution) -> Noise:
-    return _scaled(fn, _standard(_pair(type(fn).__name__)[0], fn.loc))
+    kind = next(c for c in _pair("Laplace", "Cauchy", "Logistic") if isinstance(fn, c))
+    return _scaled(fn, _standard(kind, fn.loc))
 
 
 @register_noise(*_pair("StudentT"))

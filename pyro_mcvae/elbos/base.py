@@ -608,13 +608,22 @@ class MonteCarloELBO(FixedOptions, ELBO):
             return self._first_counted(programs)
         if names:
             programs = replace(programs, model=model)
-        return programs, self.estimate(programs)
+        return programs, self._estimate_of(programs)
+
+    def _estimate_of(self, programs: Programs) -> Estimate:
+        estimate: object = self.estimate(programs)
+        if not isinstance(estimate, Estimate):
+            raise TypeError(
+                f"{type(self).__name__}.estimate must return an Estimate, as from "
+                f"local_estimate(sample, bound, surrogate), got {type(estimate).__name__}"
+            )
+        return estimate
 
     def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
         """Find the latents whose prior the model counts, and repeat the step if there are some."""
         analysis = self.sampler.analyses.of(programs)
         with rewindable(True) as rewind:
-            estimate = self.estimate(programs)
+            estimate = self._estimate_of(programs)
             run = estimate.runs[0] if estimate.runs else single_run(programs)
             masks = masked_latents(programs, run).unread
             names = frozenset(n for n, guide_mask in masks.items() if guide_mask is None)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import is_validation_enabled
@@ -382,12 +383,21 @@ class LossModule(ELBOModule):
     def __init__(self, model: Any, guide: Any, elbo: ELBO) -> None:
         super().__init__(model, guide, elbo)
         self._warn = WarnOnce(_logger)
+        self._was_called = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().forward(*args, **kwargs)
+        self._was_called = True
+        return loss
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Warn about a guide without parameters, which an optimizer would leave untrained."""
         if not isinstance(self.guide, nn.Module):
-            self._warn(_FUNCTION)
-        elif next(self.guide.parameters(), None) is None:
+            own, stored = super().named_parameters(), pyro.get_param_store().named_parameters()
+            # After a call the store has the guide's parameters, if there are any.
+            if not self._was_called or {id(p) for _, p in stored} - {id(p) for _, p in own}:
+                self._warn(_FUNCTION)
+        elif not self._was_called and next(self.guide.parameters(), None) is None:
             self._warn(_NO_PARAMETERS % type(self.guide).__name__)
         return super().named_parameters(*args, **kwargs)
 

@@ -164,8 +164,17 @@ def check_reads(programs: Programs, run: Run) -> None:
             return
         changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
         marked = _Marked(programs, changed)
-        read = marked.readers(lambda p: dream(p, run.subsamples))
-        readers = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
+        run_model = partial(dream, subsamples=run.subsamples)
+        read = marked.readers(run_model)
+        if read is None:
+            read = _differing_sites(run_model, programs, changed)
+
+        def run_guide(programs: Programs) -> Trace:
+            return recognize(programs, dreamt, run.subsamples).guide_trace
+
+        readers = marked.readers(run_guide)
+        if readers is None:
+            readers = _differing_sites(run_guide, programs, changed)
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
@@ -179,6 +188,31 @@ def check_reads(programs: Programs, run: Run) -> None:
             f"arguments in which the model observes them, so it would not get simulated data: read "
             f"them there, or pass dream_args, which computes the guide's arguments"
         )
+
+
+def _differing_sites(
+    run: Callable[[Programs], Trace], programs: Programs, changed: Programs
+) -> list[str]:
+    """
+    Return the sites with another distribution at changed data, under the same random numbers.
+
+    This serves programs that cannot be tracked, such as those that reject subclasses of tensors.
+    """
+    state, traces = pyro.util.get_rng_state(), []
+    for call in (programs, changed):
+        pyro.util.set_rng_state(state)
+        traces.append(run(call))
+    before, after = (t.nodes for t in traces)
+    scored = [n for n, s in before.items() if is_scored(s) and not is_factor(s["fn"])]
+    return [n for n in scored if n not in after or not _same_density(before[n], after[n])]
+
+
+def _same_density(before: Site, after: Site) -> bool:
+    value = before["value"]
+    if after["fn"].shape() != before["fn"].shape():
+        return False
+    pair = [site["fn"].log_prob(value) for site in (before, after)]
+    return torch.equal(*(p.nan_to_num() for p in pair))
 
 
 def _is_scored_factor(site: Site) -> bool:
