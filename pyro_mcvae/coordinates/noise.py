@@ -17,6 +17,7 @@ from pyro.contrib.zuko import ZukoToPyro
 from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
+from pyro_mcvae.programs.log_values import pushed
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import Distribution, NoCoordinateError
 
@@ -260,7 +261,7 @@ def _transformed(fn: Distribution) -> Noise | None:
     def transform(eps: Tensor) -> Tensor:
         value = base(eps)
         for part in fn.transforms:
-            value = part(value)
+            value = pushed(part, value)
         return value
 
     def inverse(value: Tensor) -> Tensor:
@@ -282,14 +283,24 @@ def _transformed(fn: Distribution) -> Noise | None:
 
 @register_noise(*_pair("Kumaraswamy"))
 def _kumaraswamy(fn: Distribution) -> Noise:
-    a, b = fn.concentration1, fn.concentration0
-    ndtr, ndtri = torch.special.ndtr, torch.special.ndtri
-    return Noise(
-        StandardNormal(a),
-        fn.event_shape,
-        lambda eps: (1 - ndtr(eps) ** b.reciprocal()) ** a.reciprocal(),
-        inverse=lambda value: ndtri((1 - value**a) ** b),
-    )
+    a, b, info = fn.concentration1, fn.concentration0, torch.finfo(fn.concentration1.dtype)
+
+    def transform(eps: Tensor) -> Tensor:
+        # (1 - ndtr(eps) ** (1 / b)) ** (1 / a), where ndtr(eps) may be rounded to 1.
+        log = _log1mexp(torch.special.log_ndtr(eps) / b) / a
+        return log.exp().clamp(info.tiny, 1 - info.eps / 2)
+
+    def inverse(value: Tensor) -> Tensor:
+        return torch.special.ndtri((1 - value**a) ** b)
+
+    return Noise(StandardNormal(a), fn.event_shape, transform, inverse=inverse)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)), for x below 0."""
+    far = x < -0.7  # each branch at a value where its derivative is finite
+    log1p = torch.log1p(-torch.where(far, x, -1.0).exp())
+    return torch.where(far, log1p, (-torch.where(far, -1.0, x).expm1()).log())
 
 
 @register_noise(ZukoToPyro)

@@ -260,6 +260,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
                 estimate.finish = partial(self._adapt, chain)
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
+        estimate.visited = density.visited
         return estimate
 
     def _causes(self) -> list[str]:

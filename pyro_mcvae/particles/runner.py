@@ -177,8 +177,6 @@ class Runner:
         self.analyses = analyses or Analyses()
         self.strict_enumeration = strict_enumeration
         self._vectorize = vectorize
-        # Whether chains have moved latents with a bounded support; None before the first chain.
-        self.bounded: bool | None = None
         self._has_run = False
 
     @property

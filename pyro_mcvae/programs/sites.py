@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.ops.tensors import guard, recordings
-from pyro_mcvae.programs.exact_logs import copy_logs, exact_logs
+from pyro_mcvae.programs.log_values import at_logs, logs_of, with_logs
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import (
     Constraint,
@@ -296,11 +296,12 @@ def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
     """
     Apply a function to draws, keeping their attributes.
 
-    These are the relaxed values of straight-through draws, and exact logarithms.
+    These are the relaxed values of straight-through draws, and logarithms.
     """
     result = change(*draws)
-    if len(draws) == 1:
-        result = copy_logs(draws[0], change, result)
+    logs = [known for d in draws if (known := logs_of(d)) is not None]
+    if len(logs) == len(draws):
+        with_logs(result, logs[0].changed(change, *logs[1:]))
     relaxed = [getattr(d, "_unquantize", None) for d in draws]
     if all(r is not None for r in relaxed):
         result._unquantize = change(*relaxed)  # type: ignore[attr-defined]
@@ -379,8 +380,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if recordings and recordings[-1].supports and program == "model":
         check_support(site)
-    with naming_site(site, program), exact_logs(value):
-        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+    with naming_site(site, program):
+        return at_logs(site["fn"], value).log_prob(value, *site["args"], **site["kwargs"])
 
 
 @contextmanager
