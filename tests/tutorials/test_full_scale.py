@@ -62,7 +62,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_monte_carlo_vae(data: Path, tmp_path: Path, as_a_command: None) -> None:
-    argv = ["--full", "--data-root", str(data), "--out", str(tmp_path)]
+    argv = ["--paper", "--data-root", str(data), "--out", str(tmp_path)]
     args = mnist.parse(argv)
     assert (args.latent, args.epochs, len(args.seeds), args.test_images) == (64, 100, 5, 10_000)
     assert args.objectives == mnist.PAPER.split(",")
@@ -80,7 +80,7 @@ def test_monte_carlo_vae_in_colour(size: int, tmp_path: Path, as_a_command: None
     images = torch.randint(256, (53, 3, size, size), dtype=torch.uint8).numpy()
     path = tmp_path / "noise.npz"
     np.savez(path, train_images=images[:50], test_images=images[50:])
-    argv = ["--full", "--data-root", str(path), "--out", str(tmp_path)]
+    argv = ["--paper", "--data-root", str(path), "--out", str(tmp_path)]
     args = mnist.parse(argv)
     assert (args.latent, args.batch_size, args.epochs, len(args.seeds)) == (128, 50, 100, 5)
     threads = torch.get_num_threads()
@@ -112,7 +112,7 @@ def test_all_of_the_papers_networks_are_trained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_aevb(data: Path, tmp_path: Path) -> None:
-    flags = ["--full", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
+    flags = ["--paper", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
     run("aevb/figures.py", *flags, "--out", str(tmp_path), "--objectives", "AEVB")
     result = rows(tmp_path / "bound_mnist.csv")
     assert list(dict.fromkeys(row["latent"] for row in result)) == ["3", "5", "10", "20", "200"]
@@ -121,7 +121,7 @@ def test_aevb(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
-    flags = ["--full", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
+    flags = ["--paper", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
     run("rao_blackwell/semi_supervised.py", *flags)
     result = rows(tmp_path / "semi_supervised.csv")
     assert {row["epoch"] for row in result} == {"1"}
@@ -254,7 +254,7 @@ def test_estimators_of_similar_names_are_trained_each(
 
 @pytest.mark.slow
 def test_moving_mnist(data: Path, tmp_path: Path) -> None:
-    flags = ["--full", "--data-root", str(data), "--batch", "200", "--epochs", "1"]
+    flags = ["--paper", "--data-root", str(data), "--batch", "200", "--epochs", "1"]
     run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
     (row,) = rows(tmp_path / "moving_mnist.csv")
     assert (row["method"], row["epoch"]) == ("NVIL", "1")
@@ -264,7 +264,7 @@ def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
     path = tmp_path / "image.png"
     imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
     main = runpy.run_path(str(ROOT / "tutorials" / "truncated" / "denoising.py"))["main"]
-    main(["--full", "--smoke", "--image", str(path), "--out", str(tmp_path)])
+    main(["--paper", "--smoke", "--image", str(path), "--out", str(tmp_path)])
     result = rows(tmp_path / "denoising.csv")
     assert [row["epoch"] for row in result] == ["0", "2"]
     assert (tmp_path / "denoising.png").exists()

@@ -7,10 +7,10 @@ denoised image is the mean of the posterior means of all patches that cover a pi
 
     python tutorials/truncated/denoising.py --sigma 25 --epochs 15
     python tutorials/truncated/denoising.py --image house.png --mutation uniform --linear
-    python tutorials/truncated/denoising.py --image house.png --full
+    python tutorials/truncated/denoising.py --image house.png --paper
 
-``--full`` is the search of the paper: 200 states per patch, 10 parents with 9 children in each of 4
-generations, 500 epochs with minibatches of 32. It takes days on a CPU.
+``--paper`` is the search of the paper: 200 states per patch, 10 parents with 9 children in each of
+4 generations, 500 epochs with minibatches of 32. It takes days on a CPU.
 """
 
 import argparse
@@ -165,11 +165,11 @@ def main(argv: list[str] | None = None) -> float:
         help="continue from the checkpoint in --out; --epochs may change",
     )
     add("--seed", type=int, default=0)
-    add("--full", action="store_true", help="search of the paper, for 500 epochs")
+    add("--paper", action="store_true", help="search of the paper, for 500 epochs")
     add("--smoke", action="store_true", help="a trial run of two epochs on a small crop")
     add("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)
-    if args.full:
+    if args.paper:
         args.states, args.search, args.epochs, args.batch_size = 200, [10, 9, 4], 500, 32
     if args.smoke:
         args.epochs, args.crop = 2, args.side + 5
