@@ -202,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if args.paper:
         if args.data_root is None:
             parser.error("--paper needs --data-root, the folder of MNIST")
-        args.images, args.latent, args.draws, args.fit, args.reverse = 100, 100, 200, 500, 1000
-        args.search = 20
+        args.images, args.latent, args.draws, args.fit, args.reverse = 100, 100, 200, 200, 500
+        args.search = 10
     torch.set_num_threads(1)
     pyro.enable_validation(False)
     pyro.set_rng_seed(args.seed)
