@@ -1,4 +1,4 @@
-"""The papers' full-scale settings take a step: their networks and flags, on a handful of images."""
+"""The papers' settings (``--paper``) take a step: networks and flags, on a handful of images."""
 
 import csv
 import gzip
@@ -22,6 +22,8 @@ from pyro.optim import Adam
 from pyro_mcvae import TraceSGVB_ELBO, save_checkpoint
 from tutorials.annealing import mnist
 from tutorials.annealing.networks import convolutional
+from tutorials.data import color, frey
+from tutorials.data import mnist as mnist_images
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +128,8 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     result = rows(tmp_path / "semi_supervised.csv")
     assert {row["epoch"] for row in result} == {"1"}
     assert len({row["method"] for row in result}) == 8
+    tuning = rows(tmp_path / "tuning.csv")
+    assert {row["learning_rate"] for row in tuning} == {"0.001", "0.0003", "0.0001"}
     assert all(row["commit"] and row["machine"] for row in result)
 
 
@@ -166,7 +170,9 @@ def test_the_papers_scale_is_the_default(
     """So that a few steps are all that is left to try: every estimator has its rows."""
     argv = [f"{name}.py", *flags, "--steps", "2", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
+    threads = torch.get_num_threads()
     rao_blackwell(name)["main"]()
+    torch.set_num_threads(threads)
     result = rows(tmp_path / f"{name}.csv")
     assert len({tuple(row[c] for c in columns) for row in result if row[columns[-1]]}) == count
     assert all(row["seed"] == "0" and row["commit"] and row["machine"] for row in result)
@@ -258,6 +264,49 @@ def test_moving_mnist(data: Path, tmp_path: Path) -> None:
     run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
     (row,) = rows(tmp_path / "moving_mnist.csv")
     assert (row["method"], row["epoch"]) == ("NVIL", "1")
+
+
+@pytest.mark.slow
+def test_figure_2_of_thin(data: Path, tmp_path: Path) -> None:
+    flags = ["--data-root", str(data), "--out", str(tmp_path), "--draws", "2", "--reverse", "1"]
+    run("annealing/ppca_gradients.py", *flags, "--fit", "1", "--search", "1", "--images", "3")
+    result = rows(tmp_path / "ppca_gradients.csv")
+    assert [row["estimator"] for row in result] == [
+        *("L-5", "L-5, learned reversal", "L-5, learned correction", "L-10"),
+        *("A-5", "A-5, CV", "A-10", "A-10, CV"),
+    ]
+    assert (tmp_path / "ppca_gradients.png").exists()
+
+
+@pytest.mark.slow
+def test_manifolds(data: Path, tmp_path: Path) -> None:
+    flags = ["--paper", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
+    run("aevb/manifold.py", *flags, "--out", str(tmp_path))
+    assert [row["latent"] for row in rows(tmp_path / "manifold_mnist.csv")] == [
+        "2",
+        "5",
+        "10",
+        "20",
+    ]
+    assert (tmp_path / "manifold_mnist.png").exists()
+    assert (tmp_path / "samples_mnist.png").exists()
+
+
+@pytest.mark.slow
+def test_bars(tmp_path: Path) -> None:
+    path = tmp_path / "bars.png"
+    run("truncated/bars.py", "--paper", "--seeds", "1", "--epochs", "1", "--output", str(path))
+    (row,) = rows(path.with_suffix(".csv"))
+    assert row["energy_9"]  # ten starts
+
+
+def test_missing_data_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"MNIST is not at .*train-images.*: pass --data-root"):
+        mnist_images(tmp_path, True)
+    with pytest.raises(SystemExit, match="Frey faces are not at"):
+        frey(tmp_path)
+    with pytest.raises(SystemExit, match="CIFAR10 is not at"):
+        color("cifar10", tmp_path)
 
 
 def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
