@@ -36,8 +36,10 @@ def mnist(root: Path, train: bool, download: bool = False) -> tuple[Tensor, Tens
     """
     stem = Path(root) / "MNIST" / "raw" / ("train" if train else "t10k")
     names = {f"{stem}-images-idx3-ubyte": 16, f"{stem}-labels-idx1-ubyte": 8}
-    if any(not (Path(n).exists() or Path(f"{n}.gz").exists()) for n in names):
-        _download("MNIST", root, download, str(stem) + "-images-idx3-ubyte.gz")
+    missing = [n for n in names if not (Path(n).exists() or Path(f"{n}.gz").exists())]
+    if missing:
+        name = Path(f"{missing[0]}.gz").relative_to(root)
+        _download("MNIST", root, download, str(name))
     images, labels = (_idx(name, offset) for name, offset in names.items())
     return images.reshape(-1, 784).float() / 255, labels.long()
 

@@ -66,8 +66,9 @@ def test_the_best_start_is_kept(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_bars_are_found_from_any_start(tmp_path):
-    # One start finds them in about three of four cases.
-    assert load("bars").main(["--seeds", "10", "--output", str(tmp_path / "bars.png")]) >= 8
+    # With a linear decoder most starts find them.
+    argv = ["--seeds", "10", "--linear", "--output", str(tmp_path / "bars.png")]
+    assert load("bars").main(argv) >= 8
 
 
 @pytest.mark.parametrize(
