@@ -680,8 +680,8 @@ class TraceAIS_ELBO(ChainELBO):
     :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
         :class:`LearnedSchedule`, or :class:`LinearSchedule` if a kernel is given or with the
         ``"reweighted"`` gradient.
-    :param int num_particles: independent chains, whose W are averaged; at least 2 for the
-        baseline, unless K is 1.
+    :param int num_particles: independent chains, whose W are averaged; 2 by default. One chain has
+        no baseline, as in Algorithm 2 of the paper, and a much noisier gradient.
     :param bool multi_sample: average :math:`\exp W` inside the logarithm, which gives a tighter
         bound for several particles. The learning signal is then that of VIMCO.
     :param str coordinates: ``"noise"`` or ``"latent"``.
@@ -698,9 +698,8 @@ class TraceAIS_ELBO(ChainELBO):
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1, an
-        unadjusted kernel, and counts out of range. The full gradient needs more than one particle.
-        At the first step, for models and guides in which no latent has a separate weight, and for
-        discrete sites that cannot have slots.
+        unadjusted kernel, and counts out of range. At the first step, for models and guides in
+        which no latent has a separate weight, and for discrete sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
@@ -738,15 +737,6 @@ class TraceAIS_ELBO(ChainELBO):
         **options: Unpack[ChainOptions],
     ) -> None:
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
-
-    def _use_particles(self, num_particles: int) -> None:
-        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator != "reweighted":
-            raise ValueError(
-                f"the score-function terms of TraceAIS_ELBO take the other particles as their "
-                f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "
-                f"TraceSIS_ELBO, or gradient_estimator='reweighted'"
-            )
-        super()._use_particles(num_particles)
 
     def _default_kernel(self, trained: bool) -> Kernel:
         return HMC(num_leapfrog=2, laziness=0.03)
