@@ -264,6 +264,10 @@ class LeadingRun:
         for key, plates in batched.coupled.items():
             if plates - single.coupled.get(key, frozenset()):
                 raise self._mismatch_error(key, _DEPENDS)
+        # The statistics of a layer in evaluation mode may be equal for all channels at present.
+        for (shape, bit), (alone, _) in zip(batched.channels, single.channels, strict=False):
+            for key in (k for k, bits in batched.bits.items() if bits & bit and shape != alone):
+                raise self._mismatch_error(key, _DEPENDS)
         self._check_values(batched, single)
         if batched.draws_on_host:
             self._check_host_draws(single)
@@ -359,8 +363,8 @@ class LeadingRun:
 
 
 _DEPENDS = (
-    "depends on other particles or data with a leading dim than without, even if its density is "
-    "the same at present"
+    "has another log density with a leading dim than without: one that depends on other particles "
+    "or data, even if its value is the same at present"
 )
 
 

@@ -157,6 +157,8 @@ class Marks(TorchDispatchMode):
     :ivar draws: random numbers drawn while :attr:`at_site` is False.
     :ivar batches: the lines that normalize marked values by the statistics of their batch.
     :ivar batch_bit: the bit of the normalized values.
+    :ivar channels: for each batch normalization, the shape of its input from the channels' dim on,
+        and the bit of its result.
     :ivar unknown: names of operators without a rule that received marks.
     """
 
@@ -177,6 +179,7 @@ class Marks(TorchDispatchMode):
         self.unknown: set[str] = set()
         self.batches: list[str] = []
         self.batch_bit = self.new_bits()
+        self.channels: list[tuple[tuple[int, ...], int]] = []
         self.at_site = False
         self.checking = False
 
@@ -274,7 +277,13 @@ class Marks(TorchDispatchMode):
         for tensor in tensors:
             if (mask := self.mask(tensor)) is not None:
                 masks[id(tensor)] = mask.clone() if func._schema.is_mutable else mask
-        is_draw = torch.Tag.nondeterministic_seeded in func.tags and not self.at_site
+        # A generator that a program makes gives the same numbers to each run; see the comparison.
+        is_draw = (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and not self.at_site
+            and kwargs.get("generator") is None
+            and not any(isinstance(a, torch.Generator) for a in args)
+        )
         if not (masks or is_draw) or _is_view(func):
             return func(*args, **kwargs)  # views share the shadow of their storage
         call = _Call(self, func, args, kwargs, tensors, masks)
@@ -958,6 +967,10 @@ class _Call:
                 if isinstance(buffer, Tensor):
                     old = self._mask(buffer)
                     self._marks.write(buffer, old | channel.reshape(self._words, -1))
+        bit = self._marks.new_bits()
+        self._marks.channels.append((tuple(value.shape[1:]), bit))
+        if self._words == self._marks.words:
+            mask = mask | mask_of_bits(bit, self._words, value)
         columns = [self._mask(t) for t in self.args[1:5] if isinstance(t, Tensor)]
         for column in columns:
             mask = mask | column.reshape(self._words, 1, -1, *[1] * (mask.dim() - 3))
@@ -969,6 +982,26 @@ class _Call:
             else self._everything([r])[0]
             for r in results
         ]
+
+    def _solved(self, matrix: Tensor, right: Tensor, left: bool = True) -> list[Tensor | None]:
+        """Return the marks of solutions: those of the matrix, and of their own right side."""
+        whole = union(self._mask(matrix), [-1, -2])
+        sides = union(self._mask(right), [-2 if left else -1])
+        batch = torch.broadcast_shapes(whole.shape[1:-2], sides.shape[1:-2])
+        return [_broadcast([whole, sides], torch.Size((*batch, *right.shape[-2:])))]
+
+    def _rule_linalg_solve_triangular(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._solved(self.args[0], self.args[1], self.kwargs.get("left", True))
+
+    def _rule_triangular_solve(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        right, matrix = self.args[:2]
+        return [*self._solved(matrix, right), *self._everything(results[1:])]
+
+    def _rule_cholesky_solve(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._solved(self.args[1], self.args[0])
+
+    def _rule__cholesky_solve_helper(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._solved(self.args[1], self.args[0])
 
     def _matrices(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the union for each matrix of a batch."""

@@ -245,6 +245,7 @@ class MarkedRun:
     :ivar unknown: operators without a rule, whose results have all marks of their inputs.
     :ivar batches: the lines that normalize by the statistics of a batch of draws.
     :ivar batch_bit: the bit of what is normalized there.
+    :ivar channels: the shapes and bits of batch normalizations; see :class:`.Marks`.
     :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
     :ivar error_alone: for a run with leading dims: the error of one without.
     """
@@ -265,6 +266,7 @@ class MarkedRun:
     unknown: frozenset[str]
     batches: list[str]
     batch_bit: int
+    channels: list[tuple[tuple[int, ...], int]]
     draws_on_host: bool
     error_alone: MarkedRunError | None = None
 
@@ -447,7 +449,12 @@ def marked_run(
         _line, replayed, lambda bits: bool(other_branch and other_branch(_names(marker, bits)))
     )
     marker = _Marker(marks)
-    substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
+
+    def draw(msg: Message) -> Tensor | None:
+        marks.at_site = True  # the marker, an outer handler, is not called yet
+        return None if sample_fn is None else sample_fn(msg)
+
+    substitutes = Substitutes(Minibatch(subsamples), values or {}, draw)
     with (
         restored(programs.owners),
         pyro.validation_enabled(False),
@@ -518,6 +525,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         frozenset(marks.unknown),
         marks.batches,
         marks.batch_bit,
+        marks.channels,
         marker.draws_on_host,
     )
 

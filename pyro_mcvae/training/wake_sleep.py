@@ -239,16 +239,17 @@ class _Marked:
             for copy in self._copies:
                 marks.write(copy, bit)
             trace = run(self._programs)
-            names = [n for n, s in trace.nodes.items() if self._reads(s, marks)]
+            names = [n for n, s in trace.nodes.items() if self._reads(s, marks) & bit]
         # Data that were converted to Python numbers decide about an unknown part of the program.
-        return names if names or not marks.control else None
+        return names if names or not marks.control & bit else None
 
-    def _reads(self, site: Site, marks: Marks) -> bool:
+    def _reads(self, site: Site, marks: Marks) -> int:
+        """Return the marks of a site's distribution."""
         if not is_scored(site) or is_factor(site["fn"]):
-            return False
+            return 0
         value = site["value"].detach().clone()
         marks.clear(value)
-        return bool(marks.bits(site["fn"].log_prob(value)))
+        return marks.bits(site["fn"].log_prob(value))
 
 
 # The wake-sleep algorithm, for any model from which data can be simulated.
