@@ -38,6 +38,7 @@ from pyro_mcvae.evaluation.options import (
     make_programs,
     progress_bar,
 )
+from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
@@ -169,6 +170,42 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def _running(self) -> list[str]:
         return [n for n in self if not self[n].failed] or list(self)
+
+    def plot(self, axes: Any = None) -> tuple[Any, Any]:
+        """
+        Plot the ELBO and the log evidence of each loss, and the evidence over training.
+
+        Bars are two Monte Carlo errors. The curves are estimates with few particles, so their ends
+        can be below the final evidence.
+
+        :param axes: two matplotlib axes; None creates a figure.
+        :returns: the two axes.
+
+        Example::
+
+            >>> left, right = result.plot()  # doctest: +SKIP
+            >>> left.figure.savefig("comparison.png")  # doctest: +SKIP
+        """
+        left, right = panels(axes)
+        plot_estimates(
+            left,
+            [
+                row
+                for name, copy in self.items()
+                for row in (
+                    (f"{name}: ELBO", copy.guide.bound.mean()),
+                    (f"{name}: log p(x)", copy.evidence),
+                )
+            ],
+        )
+        left.set_title("Evaluated data, one estimator for all")
+        curves = {
+            name: {step: evidence for step, (_, evidence) in copy.curve.items()}
+            for name, copy in self.items()
+        }
+        plot_curves(right, curves)
+        right.set_title("During training")
+        return left, right
 
     @property
     def verdict(self) -> str:

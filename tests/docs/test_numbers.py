@@ -87,7 +87,8 @@ def test_every_file_is_shown_and_has_its_origin():
     for path in sorted((DOCS / "results").glob("*.csv")):
         table = tables.read(path.stem)
         assert path.stem == "facts" or f"<!-- table: {path.stem} -->" in text, path.stem
-        assert all(table[:3]) and all(len(r) == len(table.header) for r in table.rows)
+        assert all(table[:3])
+        assert all(len(row) == len(table.header) for row in table.rows)
 
 
 def facts() -> dict[tuple[str, str], set[str]]:
