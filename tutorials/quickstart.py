@@ -141,7 +141,7 @@ def draw_curves(figure: SubFigure, result: Comparison) -> None:
         axes.grid(alpha=0.3)
     training.set(title="Each objective's own bound: not comparable", ylabel="nats per image")
     held_out.legend(loc="lower right")
-    held_out.set(title="Held-out log p(x), one estimator for all: higher is better")
+    held_out.set(title="Held-out log p(x): higher is better")
 
 
 @torch.no_grad()

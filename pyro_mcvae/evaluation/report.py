@@ -59,7 +59,7 @@ _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
 @dataclass(frozen=True)
 class Report:
     """
-    The result of :func:`report`. Tensors have one entry per datum, shape ``[*plates]``.
+    The result of :func:`.report`. Tensors have one entry per datum, shape ``[*plates]``.
 
     :ivar evidence: the :class:`.LogEvidence` to compare with: by chains, if they ran, and by those
         from the prior if these reliably find more.
@@ -319,7 +319,7 @@ def report(
     from the prior and weighted.
 
     If components are exchangeable, as in mixtures, the evidence includes all labellings; see
-    :class:`Labellings`.
+    :class:`.Labellings`.
 
     :param model: a Pyro model.
     :param guide: its guide.
