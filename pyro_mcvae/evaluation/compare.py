@@ -26,6 +26,7 @@ from pyro_mcvae.evaluation.evidence import (
     fraction,
     guide_and_chains,
     has_light_tail,
+    known_error,
     number,
     table,
     with_error,
@@ -126,14 +127,14 @@ class Comparison(dict[str, TrainedCopy]):
         """
         Return the difference of the mean log evidence of two losses, and its standard error. This
         is the error of paired differences over data, or, with a single weight, the Monte Carlo
-        error.
+        error. It is NaN if the error of one of them is unknown.
         """
         first, second = self[name].evidence, self[over].evidence
         difference = first.log_evidence - second.log_evidence
         error = torch.hypot(first.standard_error, second.standard_error)
         if difference.numel() > 1:
             error = difference.std() / math.sqrt(difference.numel())
-        return float(difference.mean()), float(error)
+        return float(difference.mean()), known_error(error, first, second)
 
     @property
     def best(self) -> list[str]:
@@ -155,7 +156,7 @@ class Comparison(dict[str, TrainedCopy]):
             return [n for n in order if n == order[0] or sizes[order[0]] - sizes[n] < _ALIKE]
         order = sorted(names, key=lambda n: -float(self[n].evidence.mean))
         gains = {n: self.gain(order[0], n) for n in order[1:]}
-        return [n for n in order if n == order[0] or gains[n][0] <= _ERRORS * gains[n][1]]
+        return [n for n in order if n == order[0] or not gains[n][0] > _ERRORS * gains[n][1]]
 
     @property
     def evaluated(self) -> bool:
@@ -554,11 +555,12 @@ class ModelComparison(dict[str, LogEvidence]):
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
         """
-        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        Return the log Bayes factor of one model over another, in nats, and its standard error, or
+        NaN if the error of one of them is unknown.
         """
         first, second = self[name], self[other]
         error = torch.hypot(first.total_standard_error, second.total_standard_error)
-        return float(first.total - second.total), float(error)
+        return float(first.total - second.total), known_error(error, first, second)
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -630,7 +632,7 @@ class ModelComparison(dict[str, LogEvidence]):
             rows.append(
                 [
                     name,
-                    number(float(evidence.total), float(evidence.total_standard_error)),
+                    with_error(evidence, evidence.total, evidence.total_standard_error),
                     "" if name == top else number(*self.difference(top, name)),
                     "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
                     f"{float(evidence.pareto_k.max()):.2f}",

@@ -244,7 +244,9 @@ def _saved_owner(owner: Any) -> Iterator[None]:
     parts: list[dict[str, Any]] = []
     if isinstance(owner, nn.Module):
         parts = [owner._buffers, owner._parameters]
-    if not type(owner).__module__.startswith(LIBRARIES):
+    # The first call of an AutoGuide, also of a subclass, sets up attributes that belong together.
+    is_set_up = getattr(owner, "prototype_trace", owner) is not None
+    if is_set_up and not type(owner).__module__.startswith(LIBRARIES):
         parts.append(vars(owner))
     before = [{name: v for name, v in part.items() if v is not None} for part in parts]
     for part, originals in zip(parts, before, strict=True):

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.distributions import unvalidated
-from pyro_mcvae.programs.exact_logs import without_exact_logs
 from pyro_mcvae.programs.isolation import FixedStatistics, restored
+from pyro_mcvae.programs.log_values import without_logs
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, run_model, run_pair, with_changes
 from pyro_mcvae.programs.source_lines import program_line
@@ -166,7 +166,7 @@ def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
         statistics if intercepts else none,
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
-        without_exact_logs(),
+        without_logs(),
         noise.active() if intercepts else none,
     ):
         warnings.simplefilter("ignore")

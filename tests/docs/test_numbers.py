@@ -318,6 +318,11 @@ def quoted(page: str) -> list[str]:
             f"up to {max(white[1]):.0f} nats too low",
         ],
         "migration": of_migration(),
+        "papers": [
+            "by {} nats per patch with uniform flips and by up to {} with informed ones".format(
+                *known("papers", "Truncated posteriors", "2", "0.5")
+            ),
+        ],
         "results": [
             "a step takes {} to {} times as long".format(
                 *known("speed", "Speed and memory", "1.2", "1.4")
@@ -349,6 +354,11 @@ GIVEN = {
         *("errors is above 0.5", "| below 0.2 | 0.3 to 0.4 | 0.5 to 0.6 |"),
     ],
     "migration": ["scvi-tools 1.4 returns"],
+    "papers": [
+        *("an acceptance of 0.9", "{0.01, 0.02, 0.1}: 0.02 for AEVB", "0.01 for wake-sleep"),
+        *("deviation of 0.01; N(0, 0.01) in the paper's notation is 0.1", "weight of 0.01"),
+        "max(0.5, exp(-0.1 epoch))",
+    ],
     "troubleshooting": ["a gap below 0.1 nats"],
 }
 

@@ -172,5 +172,7 @@ def test_commands_of_the_results_exist():
         code = re.findall(r"`([^`]*)`", section.replace("\n", " "))
         scripts = {path for path in map(script, code) if path}
         source = "".join(path.read_text(encoding="utf-8") for path in scripts)
+        if "add_data_flags" in source:
+            source += (ROOT / "tutorials" / "data.py").read_text(encoding="utf-8")
         flags = {flag for c in code for flag in re.findall(r"--[a-z][\w-]*", c)}
         assert all(f'"{flag}"' in source for flag in flags) or not scripts, section[:40]
