@@ -210,7 +210,7 @@ class LeadingRun:
         return next(n for n in itertools.count(least) if n not in self.run.inner_sizes)
 
     def _batched(self, count: int, single: MarkedRun) -> MarkedRun:
-        """Return a marked run of ``count`` particles; the last one has the draws of a single run."""
+        """Return a marked run of some particles; the last one has the draws of a single run."""
         plates = particle_plates(self.mode, count, -self.run.nesting - 1, self.shared)
         values = {n: s["value"] for n, s in _random_sites(single).items()}
 

@@ -339,7 +339,7 @@ def guide_values(
     missing = [n for n in random if n not in latents]
     if not missing:
         return values
-    parents = dependencies_of(programs, frozenset(random), reference).factors
+    parents = dependencies_of(programs, frozenset(random), reference.runs[0]).factors
     for name in missing:
         follow = [
             n

@@ -107,7 +107,7 @@ class _Shadow:
         strides, offset = tensor.stride(), tensor.storage_offset()
         needed = 1 + offset + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
         if needed > self.mask.shape[1]:  # the storage was resized
-            missing = needed - self.mask.shape[1]
+            missing = int(needed) - self.mask.shape[1]
             self.mask = torch.nn.functional.pad(self.mask, (0, missing))
         shape = (self.mask.shape[0], *tensor.shape)
         return self.mask.as_strided(shape, (self.mask.stride(0), *strides), offset)
@@ -149,8 +149,8 @@ class Marks(TorchDispatchMode):
         checks a value there, so that a read decides nothing.
     :param replayed: draws outside sample sites of a single run, whose numbers the last particle of
         this run uses.
-    :param other_branch: called with the bits of True or False that Python reads: whether it reads the
-        other one instead.
+    :param other_branch: called with the bits of a condition that Python reads: whether it reads the
+        opposite.
     :ivar words: the number of 64-bit words of a mask.
     :ivar control: the bits of all values that Python has read.
     :ivar reads: these values.
@@ -212,7 +212,8 @@ class Marks(TorchDispatchMode):
 
     def mask(self, tensor: Tensor) -> Tensor | None:
         """Return the mask of a tensor, ``[words, *shape]``; None if it has no marks."""
-        found = self._shadows.get(_storage_key(tensor))
+        key = _storage_key(tensor)
+        found = None if key is None else self._shadows.get(key)
         return None if found is None else found[1].view(tensor)
 
     def bits(self, *values: object) -> int:
@@ -344,7 +345,8 @@ _LEAVES = frozenset(
         torch.Tensor.__dlpack__,
     }
 )
-_CHECKED = frozenset({torch.Tensor.__repr__, functional.one_hot})
+_DISPLAY: Any = Tensor.__repr__
+_CHECKED = frozenset({_DISPLAY, functional.one_hot})
 _FINITE = frozenset(getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan"))
 
 
@@ -374,7 +376,7 @@ class _Outside(TorchFunctionMode):
         elif func in _COPIES:
             # The first argument of new_tensor only gives a dtype and a device.
             self._marks.read(self._marks.bits(args[func is Tensor.new_tensor :], kwargs))
-        elif func in _CHECKED and (func is Tensor.__repr__ or len(args) + len(kwargs) > 1):
+        elif func in _CHECKED and (func is _DISPLAY or len(args) + len(kwargs) > 1):
             with self._only_checked():
                 return func(*args, **kwargs)
         elif func in _INDEXED and (bits := self._marks.bits(_positions(args[1]))):
@@ -412,7 +414,8 @@ def _names(text: str) -> frozenset[str]:
 
 # Results depend on the shape, dtype or device of their inputs only.
 _OPTIONS = _names(
-    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros new_ones "
+    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros "
+    "new_ones "
     "new_full new_empty new_empty_strided zero uniform exponential cauchy log_normal geometric "
     "random sym_size sym_stride sym_numel sym_storage_offset"
 )
@@ -421,7 +424,7 @@ _POINTWISE = _names(
     "rrelu_with_noise polar complex native_dropout bernoulli normal poisson binomial "
     "_standard_gamma _standard_gamma_grad real imag view_as_real view_as_complex elu_backward "
     "hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
-    "log_sigmoid_backward mish_backward softplus_backward rrelu_with_noise_backward _euclidean_dist "
+    "log_sigmoid_backward mish_backward softplus_backward rrelu_with_noise_backward "
     "_prelu_kernel_backward huber_loss_backward mse_loss_backward smooth_l1_loss_backward "
     "binary_cross_entropy_backward lift_fresh detach alias _conj _neg_view lift"
 )
@@ -587,7 +590,7 @@ class _Call:
         return self.func._schema.is_mutable and any(result is t for t in self._tensors)
 
     def is_view(self, result: Tensor) -> bool:
-        """Return whether a result shares the storage of an input that the operator did not write."""
+        """Return whether a result shares the storage of an input that was not written."""
         if self.is_written(result):
             return False
         key = _storage_key(result)
@@ -604,7 +607,7 @@ class _Call:
             if id(tensor) in self._masks:
                 self._masks[id(copies[id(tensor)])] = self._masks[id(tensor)]
         self._copies = copies
-        return tree_map(lambda v: copies.get(id(v), v), (self.args, self.kwargs))  # type: ignore[no-any-return]
+        return tree_map(lambda v: copies.get(id(v), v), (self.args, self.kwargs))
 
     # The marks of the results.
 
@@ -631,7 +634,7 @@ class _Call:
         name, func = self.name, self.func
         special = getattr(self, f"_rule_{name}", None)
         if special is not None:
-            return special  # type: ignore[no-any-return]
+            return special
         for names, rule in (
             (_OPTIONS, self._nothing),
             (_POINTWISE, self._pointwise),
@@ -737,8 +740,7 @@ class _Call:
             positions.append(index)
         aten = torch.ops.aten.index.Tensor
         moved = torch.stack([aten(mask[w], positions) for w in range(self._words)])
-        # The result has the broadcast shape of the indices in the place of the indexed dims. Indices
-        # of an indicator of shape [1, ...] for the other dims give the same layout to their marks.
+        # The result has the broadcast shape of the indices in the place of the indexed dims.
         marked = [i for i in indices if self.is_marked(i)]
         shape = torch.broadcast_shapes(*(i.shape for i in indices if i is not None))
         wide = torch.broadcast_tensors(torch.empty(shape, device=data.device), *marked)[0].shape
@@ -864,7 +866,7 @@ class _Call:
         if self.name in ("renorm", "_weight_norm_interface"):
             return self._everything(results)
         inputs = [t for t in self._tensors if id(t) in self._masks]
-        dims = at if isinstance(at, list | tuple) else [at]
+        dims: Sequence[Any] = at if isinstance(at, list | tuple) else [at]
         parts = [union(self._masks[id(t)], [_inner(d, t.dim()) for d in dims]) for t in inputs]
         return [_broadcast(parts, r.shape) for r in results]
 
@@ -940,7 +942,7 @@ class _Call:
         return [_broadcast([core, *(rest if r is results[0] else [])], r.shape) for r in results]
 
     def _batch_norm(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the marks of normalized batches: those of a channel, if its statistics are used."""
+        """Return the marks of normalized batches: of a channel, if its statistics are used."""
         named, value = self.named, self.args[0]
         trains = named.get("training", named.get("use_input_stats", True))
         trains = trains or self.name in ("batch_norm_with_update", "_batch_norm_with_update")
@@ -1043,7 +1045,7 @@ class _Call:
                     self.func(*tree_map(poisoned, args), **tree_map(poisoned, kwargs))
                 )
             hit = [v for v in hit if isinstance(v, Tensor)]
-            for mask, value, original in zip(masks, hit, results, strict=True):
+            for mask, value in zip(masks, hit, strict=True):
                 if not value.is_floating_point():
                     mask[word] |= 1 << bit
                 else:

@@ -105,13 +105,7 @@ class FixedStatistics(TorchFunctionMode):
 
     Each channel has a different mean. So the result changes if a layer takes another dim for the
     channels, even if the layer has its initial statistics.
-
-    :ivar bool used: whether a program has normalized.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = False
 
     def __torch_function__(
         self,
@@ -122,7 +116,6 @@ class FixedStatistics(TorchFunctionMode):
     ) -> object:
         if func not in (batch_norm, instance_norm):
             return func(*args, **(kwargs or {}))
-        self.used = True
         call = _bound(func, args, kwargs or {})
         if func is instance_norm:
             if call["use_input_stats"]:
@@ -137,12 +130,6 @@ class FixedStatistics(TorchFunctionMode):
         call["running_mean"] = shift if mean is None else mean + shift
         call["running_var"] = like.new_ones(x.shape[1]) if variance is None else variance
         return func(**call)
-
-
-def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of values that a ``batch_norm`` call averages over, 0 in eval mode."""
-    call = _bound(batch_norm, args, kwargs)
-    return int(call["input"].numel()) if call["training"] else 0
 
 
 def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

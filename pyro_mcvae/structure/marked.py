@@ -2,8 +2,8 @@
 One marked run of a model and guide: what each factor of the log weight depends on.
 
 Each random draw is marked: with one bit for its site and, for each plate around it, with a code of
-the element. No code contains another (Sperner, 1928), so 9 bits tell 100 elements apart. The run has
-the true parameters and true draws. Afterwards each density has the bits of all draws that it
+the element. No code contains another (Sperner, 1928), so 9 bits tell 100 elements apart. The run
+has the true parameters and true draws. Afterwards each density has the bits of all draws that it
 depends on, entry by entry. A factor in element e of a plate whose bits are not in the code of e
 depends on another element.
 """
@@ -65,30 +65,30 @@ class _Code(NamedTuple):
     The bits for the elements of one plate, or for the values of an enumerated site.
 
     :ivar place: the place of the first bit.
-    :ivar count: the number of bits.
+    :ivar width: the number of bits.
     :ivar of: the code of each element.
     """
 
     place: int
-    count: int
+    width: int
     of: Tensor
 
     @property
     def field(self) -> int:
-        return ((1 << self.count) - 1) << self.place
+        return ((1 << self.width) - 1) << self.place
 
     def mask(self, dim: int, words: int, device: torch.device) -> Tensor:
         """Return the codes along a negative dim: ``[words, size, 1, ...]``."""
         word, shift = divmod(self.place, WORD)
         parts = torch.zeros(words, len(self.of), dtype=torch.int64)
         parts[word] = (self.of << shift) & ((1 << WORD) - 1)
-        if shift + self.count > WORD:
+        if shift + self.width > WORD:
             parts[word + 1] = self.of >> (WORD - shift)
         return parts.to(device).reshape(words, -1, *[1] * (-dim - 1))
 
 
 class _Marker(Messenger):
-    """Marks the random draws of both programs, and records what Python has read before each site."""
+    """Marks the draws of both programs, and records what Python has read before each site."""
 
     def __init__(self, marks: Marks) -> None:
         super().__init__()
@@ -631,8 +631,8 @@ def _without_own_branches(programs: Programs, found: MarkedRun) -> MarkedRun:
             run = found if key in found.terms else other
             if _iterations(run.site(key)) in chosen:
                 continue
-            pair = found.log_probs.get(key), other.log_probs.get(key)
-            if pair[0] is None or pair[1] is None or not torch.equal(*pair):
+            before, after = found.log_probs.get(key), other.log_probs.get(key)
+            if before is None or after is None or not torch.equal(before, after):
                 return found
     own_control = {
         key: sum(

@@ -220,7 +220,7 @@ def _is_scored_factor(site: Site) -> bool:
 
 
 class _Marked:
-    """The arguments of a call, with copies of the tensors that a simulation changes, to be marked."""
+    """The arguments of a call, with marked copies of the tensors that a simulation changes."""
 
     def __init__(self, programs: Programs, changed: Programs) -> None:
         old, new = (tree_leaves((p.args, p.kwargs)) for p in (programs, changed))
