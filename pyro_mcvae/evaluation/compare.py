@@ -39,6 +39,7 @@ from pyro_mcvae.evaluation.options import (
     make_programs,
     progress_bar,
 )
+from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
@@ -63,7 +64,7 @@ _ALIKE = 0.1
 @dataclass
 class TrainedCopy:
     """
-    The results of one loss in :func:`compare`.
+    The results of one loss in :func:`.compare`.
 
     :ivar bounds: the bound of the loss at every step, in nats per weight.
     :ivar seconds: the training time.
@@ -99,9 +100,9 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name.
+    The result of :func:`.compare`: a dict of :class:`.TrainedCopy` by name.
 
-    :func:`compare` has an example.
+    :func:`.compare` has an example.
 
     :param copies: the results of each loss.
     :param bool learns: whether the model has parameters. If not, the evidence is the same for all.
@@ -142,7 +143,7 @@ class Comparison(dict[str, TrainedCopy]):
 
         If the model has parameters, losses are compared by the log evidence, within two standard
         errors. Otherwise they are compared by the effective sample size of the guide (geometric
-        mean), within a tenth. If :attr:`evaluated` is False, all losses are returned, with the
+        mean), within a tenth. If :attr:`.evaluated` is False, all losses are returned, with the
         highest ELBO first. Each loss has only one training run, so another seed may give another
         order.
         """
@@ -170,6 +171,42 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def _running(self) -> list[str]:
         return [n for n in self if not self[n].failed] or list(self)
+
+    def plot(self, axes: Any = None) -> tuple[Any, Any]:
+        """
+        Plot the ELBO and the log evidence of each loss, and the evidence over training.
+
+        Bars are two Monte Carlo errors. The curves are estimates with few particles, so their ends
+        can be below the final evidence.
+
+        :param axes: two matplotlib axes; None creates a figure.
+        :returns: the two axes.
+
+        Example::
+
+            >>> left, right = result.plot()  # doctest: +SKIP
+            >>> left.figure.savefig("comparison.png")  # doctest: +SKIP
+        """
+        left, right = panels(axes)
+        plot_estimates(
+            left,
+            [
+                row
+                for name, copy in self.items()
+                for row in (
+                    (f"{name}: ELBO", copy.guide.bound.mean()),
+                    (f"{name}: log p(x)", copy.evidence),
+                )
+            ],
+        )
+        left.set_title("Evaluated data, one estimator for all")
+        curves = {
+            name: {step: evidence for step, (_, evidence) in copy.curve.items()}
+            for name, copy in self.items()
+        }
+        plot_curves(right, curves)
+        right.set_title("During training")
+        return left, right
 
     @property
     def verdict(self) -> str:
@@ -511,9 +548,9 @@ _FEW = 0.05
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, highest first.
+    The result of :func:`.compare_models`: a dict of :class:`.LogEvidence` by name, highest first.
 
-    :func:`compare_models` has an example.
+    :func:`.compare_models` has an example.
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
@@ -620,7 +657,7 @@ def compare_models(
     estimate is too low. Therefore a model whose :math:`\hat k`, with its error, may be above 0.7 is
     never declared worse. Parameters that were fitted to the same data favor the larger model. Make
     them latent, with priors, or evaluate on held-out data. Models with exchangeable components,
-    such as mixtures, have K! equal modes, which are all included; see :class:`Labellings`.
+    such as mixtures, have K! equal modes, which are all included; see :class:`.Labellings`.
 
     Guides of the same class (two ``AutoNormal``) have parameters with the same names. Call
     ``pyro.clear_param_store()`` before you train each guide. Each guide is then evaluated with its

@@ -12,6 +12,8 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, instance_norm
@@ -152,6 +154,16 @@ def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
         yield
 
 
+class Isolation(BlockMessenger):
+    """Hides every site from all outer handlers."""
+
+
+def visible_handlers() -> list[object]:
+    """Return the active handlers that see the sites of a run: those inside the last isolation."""
+    isolated = [i for i, handler in enumerate(_PYRO_STACK) if isinstance(handler, Isolation)]
+    return _PYRO_STACK[isolated[-1] + 1 :] if isolated else list(_PYRO_STACK)
+
+
 @contextmanager
 def restored(owners: Iterable[object]) -> Iterator[None]:
     """
@@ -166,7 +178,7 @@ def restored(owners: Iterable[object]) -> Iterator[None]:
     state = pyro.util.get_rng_state()
     with (
         torch.random.fork_rng(devices),
-        poutine.block(),
+        Isolation(),
         _saved_state(owners),
     ):
         try:
