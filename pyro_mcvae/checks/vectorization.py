@@ -382,7 +382,9 @@ def _with_last(dim: int, drawn: Tensor, value: Tensor) -> Tensor:
     """Replace the last entry of a dim."""
     first = drawn.narrow(dim, 0, drawn.shape[dim] - 1)
     last = drawn.narrow(dim, 0, 1)
-    return torch.cat([first, as_shape(value, last.shape).expand_as(last).to(drawn)], dim)
+    same = value.numel() == last.numel()
+    value = as_shape(value, last.shape) if same else value.expand_as(last)
+    return torch.cat([first, value.to(drawn)], dim)
 
 
 def check_states(programs: Programs, run: Run) -> None:

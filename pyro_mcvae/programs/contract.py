@@ -354,16 +354,22 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
 
 
 def checked(
-    guide_trace: Trace, model_trace: Trace, subsamples: Minibatch, strict_enumeration: bool
+    guide_trace: Trace,
+    model_trace: Trace,
+    subsamples: Minibatch,
+    strict_enumeration: bool,
+    terms: tuple[Term, ...] | None = None,
 ) -> Run:
     """
     Return the checked run of two traces without leading dims.
 
+    :param terms: the factors of the traces, if they are known.
     :raises ValueError: for a model and a guide that do not fit together.
     """
     traces = guide_trace, model_trace
     check_sites(*traces, strict_enumeration, before_sums=True)
-    run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=subsamples)
+    terms = terms_of(*traces) if terms is None else terms
+    run = Run(*traces, terms, nesting_of(*traces), None, subsamples=subsamples)
     with warnings.catch_warnings():
         # Sites that the model enumerates are in the model alone.
         warnings.filterwarnings("ignore", "Found vars in model but not guide")

@@ -32,7 +32,15 @@ from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair
-from pyro_mcvae.programs.sites import changed_draw, is_latent, is_random, is_scored, masks_of
+from pyro_mcvae.programs.sites import (
+    changed_draw,
+    is_latent,
+    is_random,
+    is_scored,
+    masked_entries,
+    masks_of,
+    observes_data,
+)
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term, guide_term, model_term
 from pyro_mcvae.programs.types import (
@@ -128,7 +136,7 @@ class _Marker(Messenger):
     def _mark(self, msg: Message) -> None:
         marks, drawn = self.marks, msg["value"]
         # A copy shares its memory with no other value. A flow recognizes the tensor that it drew.
-        if not may_cache(msg["fn"]) or marks.mask(drawn) is None:
+        if not may_cache(msg["fn"]):
             drawn = msg["value"] = changed_draw(torch.clone, drawn)
         with marks.paused():
             self._write(msg, drawn)
@@ -500,7 +508,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
                 terms[key] = make(site)
                 log_prob = torch.as_tensor(terms[key].log_prob)
                 with marks.paused():
-                    entries[key] = _copied(marks.mask(log_prob))
+                    entries[key] = _counted(site, marks.mask(log_prob))
             except ValueError:
                 entries[key] = upstream  # a flow without an inverse
             own = (bits_of(upstream) & sites) | marker.site_bits.get(name, 0) if in_guide else 0
@@ -537,8 +545,12 @@ def _host_state() -> list[object]:
     return [state["random"], kind, keys.tobytes(), *position]
 
 
-def _copied(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.clone()
+def _counted(site: Site, mask: Tensor | None) -> Tensor | None:
+    """Return a copy of a density's marks, without those of entries that masks remove."""
+    counted = None if mask is None else masked_entries(site)
+    if mask is None or counted is None:
+        return None if mask is None else mask.clone()
+    return mask * torch.as_tensor(counted, device=mask.device)
 
 
 def _names(marker: _Marker, bits: int) -> frozenset[str]:
@@ -594,7 +606,9 @@ def checked_marked_run(programs: Programs, strict_enumeration: bool) -> Run:
     except MarkedRunError:
         return checked_run(programs, strict_enumeration)  # raises the error of the programs
     traces = found.guide_trace, found.model_trace
-    run = checked(*traces, found.subsamples, strict_enumeration)
+    terms = tuple(t for t in found.terms.values() if not (t.in_guide and observes_data(t.site)))
+    is_whole = found.terms.keys() == found.whole.keys()
+    run = checked(*traces, found.subsamples, strict_enumeration, terms if is_whole else None)
     programs.cached(("marked", run.signature), lambda: _without_own_branches(programs, found))
     return run
 
