@@ -177,12 +177,19 @@ class LogEvidence:
 
 
 def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
+    """Format a number with its error, as from :func:`known_error`."""
+    return number(float(value), known_error(error, evidence))
+
+
+def known_error(error: Tensor | float, *evidences: LogEvidence) -> float:
     """
-    Format a number with its error. The error is unknown if a few draws dominate for more than a
-    twentieth of the weights. It is also unknown if most weights have tails that are too heavy.
+    Return an error, or NaN if it is unknown for one of the estimates that it belongs to.
+
+    It is unknown if a few draws dominate for more than a twentieth of the weights. It is also
+    unknown if most weights have tails that are too heavy.
     """
-    known = fraction(evidence.few) <= 0.05 and fraction(evidence.unreliable) <= 0.5
-    return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
+    known = (fraction(e.few) <= 0.05 and fraction(e.unreliable) <= 0.5 for e in evidences)
+    return float(error) if all(known) else math.nan
 
 
 def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:

@@ -12,13 +12,15 @@ from torch import Tensor
 
 def number(value: float, error: float) -> str:
     """
-    Format a number with as many digits as its error allows.
+    Format a number with as many digits as its error allows; NaN is an unknown error.
 
     Example::
 
         >>> number(-22.9712, 0.0613), number(-1234.56, 7.0), number(1.0, 0.0)
         ('-22.971 ± 0.061', '-1234.6 ± 7.0', '1.0000 ± 0.0000')
     """
+    if math.isnan(error):
+        return f"{value:.3f} ± unknown"
     digits = 4
     if error > 0 and math.isfinite(error):
         digits = min(4, max(0, 1 - math.floor(math.log10(error))))
