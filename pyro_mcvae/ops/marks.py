@@ -658,7 +658,9 @@ class _Call:
         ):
             if name in names:
                 return rule
-        if _is_pointwise(func.overloadpacket):
+        # Not all operators that write in place are tagged.
+        new = getattr(getattr(torch.ops, func.namespace), name, func.overloadpacket)
+        if _is_pointwise(func.overloadpacket) or _is_pointwise(new):
             return self._pointwise
         if name.startswith(_ATTENTION) and not name.endswith("backward"):
             return self._attention

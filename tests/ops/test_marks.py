@@ -77,6 +77,7 @@ OPERATORS = {
     "hard activations": lambda x: F.hardswish(x) + F.hardtanh(x) + F.relu6(x) + F.leaky_relu(x),
     "integers": lambda x: (10 * x).long() // 3 % 2,
     "booleans": lambda x: (x > 0) & (x < 1) | (x == 0.5),
+    "filled in place": lambda x: x.exp().masked_fill_(x > 0.3, -1.0).gt_(x),
     "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
     "copysign": lambda x: torch.copysign(x, x.roll(1, 0)),
     "nan to num": lambda x: torch.nan_to_num(x),
@@ -214,7 +215,8 @@ def test_every_entry_that_changes_has_the_mark(name):
     "name",
     ["zero times", "clamp", "activations", "softmax", "linear", "layer norm", "convolution"]
     + ["image", "LSTM", "cholesky", "logdet", "gather", "written", "one hot", "own column"]
-    + ["embedding", "vmap", "custom function", "checkpoint", "gradient inside", "table"],
+    + ["embedding", "vmap", "custom function", "checkpoint", "gradient inside", "table"]
+    + ["filled in place"],
 )
 def test_rows_that_an_operator_treats_alone_stay_apart(name):
     x = torch.randn(N, D, generator=torch.Generator().manual_seed(2), dtype=torch.double)

@@ -33,10 +33,20 @@ def unzipped(path: str) -> Any:
     return json.loads(archive.read(archive.namelist()[0]))
 
 
-def reference(name: str) -> dict[str, Tensor]:
-    """Return the reference draws of each parameter, shape [10000]."""
-    chains = unzipped(f"reference_posteriors/draws/draws/{name}.json.zip")
-    return {k: torch.tensor([v for c in chains for v in c[k]]) for k in chains[0]}
+def reference(name: str) -> dict[str, tuple[float, float]]:
+    """Return the mean and the standard deviation of each parameter."""
+    folder = "reference_posteriors/summary_statistics"
+    try:
+        chains = unzipped(f"reference_posteriors/draws/draws/{name}.json.zip")
+        draws = {k: torch.tensor([v for c in chains for v in c[k]]) for k in chains[0]}
+        return {k: (float(v.mean()), float(v.std())) for k, v in draws.items()}
+    except subprocess.CalledProcessError:  # a partial clone, without large files
+        means, squares = (
+            json.loads(file_of(f"{folder}/{kind}/{kind}/{name}.json"))
+            for kind in ("mean_value", "mean_squared_value")
+        )
+    pairs = zip(means["names"], means["mean_value"], squares["mean_squared_value"], strict=True)
+    return {name: (mean, (square - mean**2) ** 0.5) for name, mean, square in pairs}
 
 
 def data_of(name: str) -> dict[str, Any]:
