@@ -43,6 +43,7 @@ from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.compare import compare, compare_models
 from pyro_mcvae.evaluation.evidence import log_evidence
+from pyro_mcvae.evaluation.laplace import laplace_init
 from pyro_mcvae.evaluation.low_dimensional import low_dimensional_evidence
 from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
@@ -103,6 +104,7 @@ __all__ = [
     "compare",
     "compare_models",
     "elbo_costs",
+    "laplace_init",
     "load_checkpoint",
     "local_estimate",
     "log_evidence",

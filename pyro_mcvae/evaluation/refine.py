@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,16 +12,15 @@ import torch
 from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
-from pyro_mcvae.chains.kernels import HMC, Kernel, Target
-from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
 from pyro_mcvae.evaluation.ensemble import Ensemble, Verdict, normal_scores, split_r_hat
-from pyro_mcvae.evaluation.laplace import FlatGuide, LogDensity, Mode, find_modes, latents_masked
+from pyro_mcvae.evaluation.laplace import FlatGuide, LogDensity, find_modes, latents_masked
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
-    EvaluatorCoordinates,
     Options,
+    make_options,
     make_programs,
 )
 from pyro_mcvae.evaluation.tables import fraction, table
@@ -256,20 +255,9 @@ def refine(
     guide: Program | object = None,
     *args: object,
     num_samples: int = 1000,
-    num_particles: int | None = None,
-    schedule: Schedule | Tensor | int | None = None,
-    kernel: Kernel | None = None,
-    coordinates: EvaluatorCoordinates | None = None,
-    num_transitions: int | None = None,
-    warmup: int | None = None,
-    chunk_size: int | None = None,
-    joint: bool | None = None,
-    seed: int | None = None,
-    vectorize_particles: bool | None = None,
-    max_plate_nesting: float = math.inf,
-    strict_enumeration_warning: bool = False,
-    progress: bool | None = None,
+    num_transitions: int = 0,
     model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
 ) -> PosteriorDraws:
     r"""
     Draw from the posterior :math:`p(z \mid x)`, and say whether the draws can be trusted.
@@ -314,10 +302,10 @@ def refine(
     :param guide: its guide, or the first of the arguments; None makes one.
     :param args: their arguments.
     :param int num_samples: the number of draws.
-    :param int num_particles: the number of candidates of each draw; None for 10.
-    :param schedule: as in :func:`log_evidence`, and likewise all other options that are not listed.
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: the keyword arguments of model and guide.
+    :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
+        draw.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
     :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a
@@ -350,42 +338,26 @@ def refine(
     if guide is not None and not callable(guide):
         guide, args = None, (guide, *args)
     num_samples = check_count("num_samples", num_samples)
-    chosen = {
-        "num_particles": num_particles,
-        "schedule": schedule,
-        "kernel": kernel,
-        "coordinates": coordinates,
-        "num_transitions": num_transitions,
-        "warmup": warmup,
-    }
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    if guide is None and chosen:
-        name = min(chosen)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
+    settings = make_options("refine", options, num_particles=_CANDIDATES)
+    chosen = [n for n in _OF_CHAINS if options.get(n) is not None]
+    chosen += ["num_transitions"] * (num_transitions > 0)
+    if guide is not None:
+        programs = make_programs(model, cast("Program", guide), args, model_kwargs)
+        if chosen:
+            return _refined_draws(programs, settings, num_samples, num_transitions, True)
+        return _automatic(programs, settings, num_samples)
+    if chosen:
         raise ValueError(
-            f"{name} refines the draws of a guide, but there is none: call "
-            f"refine(model, guide, *args), or leave {name} out"
+            f"{chosen[0]} refines the draws of a guide, but there is none: call "
+            f"refine(model, guide, *args), or leave {chosen[0]} out"
         )
-    transitions = check_count("num_transitions", chosen.pop("num_transitions", 0), 0)
-    settings = Options(
-        **{"num_particles": _CANDIDATES, **chosen},  # type: ignore[arg-type]
-        chunk_size=chunk_size,
-        joint=True if guide is None else joint,
-        seed=seed,
-        vectorize_particles=vectorize_particles,
-        max_plate_nesting=max_plate_nesting,
-        strict_enumeration_warning=strict_enumeration_warning,
-        progress=progress,
-    )
-    if guide is None:
-        programs = make_programs(latents_masked(model), FlatGuide(model), args, model_kwargs)
-        with weights_of(programs, settings) as sampler:
-            density = LogDensity(sampler)
-            modes = find_modes(density)
-            return _ensemble_draws(sampler, Ensemble.at_modes(density, modes), num_samples, modes)
-    programs = make_programs(model, cast("Program", guide), args, model_kwargs)
-    if chosen or transitions:
-        return _refined_draws(programs, settings, num_samples, transitions, True)
-    return _automatic(programs, settings, num_samples)
+    programs = make_programs(model, model, args, model_kwargs)
+    return _by_ensemble(programs, settings, num_samples)
+
+
+# The options that say how draws of a guide are refined.
+_OF_CHAINS = "num_particles", "schedule", "kernel", "coordinates", "warmup"
 
 
 def _automatic(programs: Programs, settings: Options, num_samples: int) -> PosteriorDraws:
@@ -395,16 +367,11 @@ def _automatic(programs: Programs, settings: Options, num_samples: int) -> Poste
         return draws
     try:
         if draws.pareto_k.numel() == 1 and settings.joint is not False:
-            flat = replace(programs, guide=FlatGuide(programs.model))
-            with weights_of(flat, replace(settings, joint=True)) as sampler:
-                density = LogDensity(sampler)
-                modes = find_modes(density)
-                ensemble = Ensemble.at_modes(density, modes, density.position_of(draws))
-                return _ensemble_draws(sampler, ensemble, num_samples, modes)
+            return _by_ensemble(programs, settings, num_samples, draws)
         kernel = HMC(num_leapfrog=5, jitter=0.3)
         chains = replace(settings, schedule=DEFAULT_STEPS, kernel=kernel, num_particles=1)
         chains = replace(chains, coordinates="whitened")
-        return _refined_draws(programs, chains, num_samples, _TRANSITIONS, True)
+        return _refined_draws(programs, chains, num_samples, _TRANSITIONS, False)
     except (ValueError, NotImplementedError) as error:  # such as for discrete sites of the guide
         reason = f"chains cannot move them ({first_line(error)})"
         reasons = (*draws.verdict.reasons, reason)
@@ -412,22 +379,33 @@ def _automatic(programs: Programs, settings: Options, num_samples: int) -> Poste
         return draws
 
 
-def _ensemble_draws(
-    sampler: ImportanceSampler, ensemble: Ensemble, num_samples: int, modes: Sequence[Mode]
+def _by_ensemble(
+    programs: Programs, settings: Options, num_samples: int, start: PosteriorDraws | None = None
 ) -> PosteriorDraws:
-    """Move an ensemble, and return draws at regular transitions of each of its chains."""
-    ensemble.warm_up()
-    reasons = ensemble.sample(num_samples)
-    kept = ensemble.kept()
-    per_chain = math.ceil(num_samples / len(kept))
-    times = torch.linspace(kept.shape[1] - 1, 0, per_chain).round().long().flip(0)
-    position = kept[:, times].flatten(0, 1)[:num_samples]
-    parts = []
-    for part in position.split(sampler.chunk_size):
-        at = ensemble.density.evaluate(part)
-        log_weight = ensemble.log_weight(part, (at.log_base + at.log_weight).flatten())
-        sample = with_drawn_states(sampler.programs, at.sample)
-        parts.append(site_draws(sample, log_weight, None))
+    """
+    Move an ensemble, and return draws at regular transitions of each of its chains.
+
+    :param start: draws from which half of the chains start.
+    """
+    model = latents_masked(programs.model)
+    flat = replace(programs, model=model, guide=FlatGuide(model))
+    with weights_of(flat, replace(settings, joint=True)) as sampler:
+        density = LogDensity(sampler)
+        modes = find_modes(density)
+        first = None if start is None else density.position_of(start)
+        ensemble = Ensemble.at_modes(density, modes, first)
+        ensemble.warm_up()
+        reasons = ensemble.sample(num_samples)
+        kept = ensemble.kept()
+        per_chain = math.ceil(num_samples / len(kept))
+        times = torch.linspace(kept.shape[1] - 1, 0, per_chain).round().long().flip(0)
+        position = kept[:, times].flatten(0, 1)[:num_samples]
+        parts = []
+        for part in position.split(sampler.chunk_size):
+            at = density.evaluate(part)
+            log_weight = ensemble.log_weight(part, (at.log_base + at.log_weight).flatten())
+            sample = with_drawn_states(sampler.programs, at.sample)
+            parts.append(site_draws(sample, log_weight, None))
     draws = _joined(parts)
     draws.acceptance = ensemble.acceptance.repeat_interleave(per_chain)[:num_samples]
     draws.step_size, draws.chains = ensemble.kernel.step_size().detach(), len(kept)
@@ -443,7 +421,7 @@ def _ensemble_draws(
         ensemble.r_hat,
         float(ensemble.acceptance.mean()),
         tuple(shares),
-        ensemble.density.num_evaluations,
+        density.num_evaluations,
     )
     return draws
 

@@ -26,7 +26,8 @@ from pyro_mcvae import refine
 from tests.benchmarks.posteriordb.models import MODELS, ROOT, reference
 
 LIMIT = 0.15
-COLUMNS = "posterior seed dims mean log_sd seconds evaluations k_hat r_hat ess trusted why".split()
+COLUMNS = ("posterior", "seed", "dims", "mean", "log_sd", "seconds", "evaluations")
+COLUMNS += ("k_hat", "r_hat", "ess", "trusted", "why")
 
 
 def errors(name: str, got: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -86,7 +87,9 @@ def main() -> None:
                     writer.writeheader()
                 writer.writerow(row)
     right = [row for row in rows if row["mean"] < LIMIT and row["log_sd"] < LIMIT]
-    wrong = [f"{r['posterior']} (seed {r['seed']})" for r in rows if r["trusted"] and r not in right]
+    wrong = [
+        f"{r['posterior']} (seed {r['seed']})" for r in rows if r["trusted"] and r not in right
+    ]
     seconds = sorted(row["seconds"] for row in rows)[len(rows) // 2]
     print(f"{len(right)} of {len(rows)} within {LIMIT}, median {seconds:.1f} s")
     print(f"trusted and wrong: {', '.join(wrong) or 'none'}")
