@@ -22,6 +22,10 @@ from pyro_mcvae.ops.weights import pareto_k
 _CHAINS, _MOVES, _FEWEST_WINDOWS, _MOST_WINDOWS = 100, 4, 6, 40
 _CHECKED = 20, 40, 80, 160, 320
 _LENGTH, _MOST_STEPS = 2.0, 32
+# First positions are moved towards their mode, at most so often, until their density is at most so
+# many nats lower than expected. The largest change of the logarithm of the step size over three
+# windows at which it counts as adapted.
+_SHRINKS, _LOW, _STEADY = 20, 10.0, 0.2
 # The largest split R-hat. The largest error of a mean, in standard deviations, and of the logarithm
 # of a standard deviation. The largest distance of a chain from the others, in standard deviations
 # of the means of chains. The smallest acceptance of a chain.
@@ -110,9 +114,14 @@ class Ensemble:
         start = torch.arange(count, device=density.like.device) * len(modes) // count
         means = torch.stack([m.mean for m in modes])[start]
         factors = torch.stack([m.factor for m in modes])[start]
-        position = means + torch.einsum("kij,kj->ki", factors, torch.randn_like(means))
-        impossible = density(position)[0].isinf()
-        position = torch.where(impossible[:, None], means, position)
+        heights = means.new_tensor([m.log_density for m in modes])[start]
+        noise = torch.randn_like(means)
+        for _ in range(_SHRINKS):  # far below the normal density, gradients can be steep
+            position = means + torch.einsum("kij,kj->ki", factors, noise)
+            low = density(position)[0] < heights - noise.square().sum(-1) - _LOW
+            if not low.any():
+                break
+            noise = torch.where(low[:, None], 0.5 * noise, noise)
         if draws is not None:
             draws = draws[~density(draws)[0].isinf()][:count]
             position = torch.cat([position, draws])
@@ -136,23 +145,42 @@ class Ensemble:
 
     def warm_up(self) -> None:
         """Adapt the step size and the coordinates, until the density no longer rises or falls."""
-        step_size, means = self.kernel.step_size, list[Tensor]()
+        step_size, means, sizes = self.kernel.step_size, list[Tensor](), list[float]()
         assert isinstance(step_size, AdaptiveStepSize)
         for window in range(_MOST_WINDOWS):
-            state = self.evaluate(self._white(self.position))
+            state, acceptances = self.evaluate(self._white(self.position)), list[Tensor]()
             for _ in range(_MOVES):
                 state, info = self.kernel.step(state, self._target)
+                acceptances.append(info.acceptance)
                 step_size.update(info.acceptance.mean())
                 steps = math.ceil(_LENGTH / float(step_size()))
                 self.kernel.num_leapfrog = max(1, min(_MOST_STEPS, steps))
-            self.position = self._mean + state.position @ self._factor.mT
-            self._fit(state.position)
-            step_size.rate = max(0.05, 0.8 * step_size.rate)
+            white = state.position[self._moving(torch.stack(acceptances).mean(0))]
+            self.position = self._mean + white @ self._factor.mT
+            self._fit(white)
+            step_size.rate = max(0.1, 0.8 * step_size.rate)
             means.append(state.log_weight.mean())
+            sizes.append(math.log(float(step_size())))
             error = state.log_weight.std() / len(self.position) ** 0.5
-            if window >= _FEWEST_WINDOWS and (means[-1] - means[-4]).abs() < 2 * error:
-                break
+            if window >= _FEWEST_WINDOWS and abs(sizes[-1] - sizes[-4]) < _STEADY:
+                if (means[-1] - means[-4]).abs() < 2 * error:
+                    break
         self.kernel.eval()
+
+    def _moving(self, acceptance: Tensor) -> Tensor:
+        """
+        Return the index of each chain, or of another one of its start if it hardly moves.
+
+        Near some modes all scales are much smaller than in most of the posterior.
+        """
+        index = torch.arange(len(acceptance), device=acceptance.device)
+        for i in self._start.unique():
+            group, moves = self._start == i, acceptance > _SLOW
+            if (group & moves).sum() > 0.8 * group.sum():
+                others = index[group & moves]
+                chosen = torch.randint(len(others), (int((group & ~moves).sum()),))
+                index[group & ~moves] = others[chosen.to(others.device)]
+        return index
 
     def _fit(self, white: Tensor) -> None:
         """Fit white coordinates to all chains, and a normal density to those of each start."""

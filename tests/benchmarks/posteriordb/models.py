@@ -552,7 +552,7 @@ def _(d):
         scale = pyro.sample(f"lscale{suffix}", dist.InverseGamma(1.124909, 0.0177))
         z = normals(f"zgp{suffix}", 0.0, 1.0, X.shape[1])
         spectrum = up(sd**2 * math.sqrt(2 * math.pi) * scale)
-        spectrum = spectrum * torch.exp(-0.5 * up(scale**2) * frequency**2)
+        spectrum = (spectrum * torch.exp(-0.5 * up(scale**2) * frequency**2)).sqrt()
         return up(intercept) + (X @ up(spectrum * z)).squeeze(-1)
 
     def model():
