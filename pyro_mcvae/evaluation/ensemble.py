@@ -29,7 +29,7 @@ _SHRINKS, _LOW, _STEADY = 20, 10.0, 0.2
 # The largest split R-hat. The largest error of a mean, in standard deviations, and of the logarithm
 # of a standard deviation. The largest distance of a chain from the others, in standard deviations
 # of the means of chains. The smallest acceptance of a chain.
-_R_HAT, _ERROR, _AWAY, _SLOW = 1.02, 0.07, 8.0, 0.1
+_R_HAT, _ERROR, _AWAY, _SLOW = 1.02, 0.055, 8.0, 0.1
 # Fewer draws are checked as so many: they are from the same chains, but have larger errors.
 _FEWEST = 1000
 
@@ -162,9 +162,10 @@ class Ensemble:
             means.append(state.log_weight.mean())
             sizes.append(math.log(float(step_size())))
             error = state.log_weight.std() / len(self.position) ** 0.5
-            if window >= _FEWEST_WINDOWS and abs(sizes[-1] - sizes[-4]) < _STEADY:
-                if (means[-1] - means[-4]).abs() < 2 * error:
-                    break
+            if window < _FEWEST_WINDOWS or abs(sizes[-1] - sizes[-4]) > _STEADY:
+                continue
+            if (means[-1] - means[-4]).abs() < 2 * error:
+                break
         self.kernel.eval()
 
     def _moving(self, acceptance: Tensor) -> Tensor:

@@ -213,24 +213,30 @@ _STARTS, _ITERATIONS, _MEMORY, _NEWTON = 16, 200, 20, 20
 # The first half of the starts is uniform between minus and plus the first number, as in Stan.
 _RADII = 2.0, 10.0
 # The largest expected rise, in nats, at a mode. The nats of Laplace evidence within which another
-# mode counts, and the number of modes.
-_CLOSE, _MARGIN, _MOST = 1e-3, 10.0, 4
+# mode counts, and the number of modes. The nats by which the ELBO of a normal density may be lower
+# than its Laplace evidence.
+_CLOSE, _MARGIN, _MOST, _GAP = 1e-3, 10.0, 4, 5.0
 
 
 class Mode(NamedTuple):
     r"""
     A mode :math:`\mu`, with the normal density :math:`N(\mu, L L^\top)` that has its curvature.
 
+    If almost nothing of the posterior is near the mode, as where a density is not bounded, this is
+    another position on the way there.
+
     :ivar mean: shape ``[D]``.
-    :ivar factor: L, shape ``[D, D]``.
+    :ivar factor: L, lower triangular, shape ``[D, D]``.
     :ivar log_density: at the mode.
     :ivar log_evidence: of the Laplace approximation.
+    :ivar elbo: of the normal density.
     """
 
     mean: Tensor
     factor: Tensor
     log_density: float
     log_evidence: float
+    elbo: float
 
     def distance(self, position: Tensor) -> Tensor:
         """Return half the squared distance of positions ``[K, D]``, in standard deviations."""
@@ -258,16 +264,22 @@ def find_modes(density: LogDensity) -> list[Mode]:
             f"the posterior density is zero or not finite at {10 * _STARTS} starts with "
             f"unconstrained values from -10 to 10: pass a guide, or rescale the model's latents"
         )
-    rows, values = _climb(density, rows)
-    modes: list[Mode] = []
+    paths = _climb(density, rows)
+    rows, values = paths[-1], density(paths[-1])[0]
+    modes, tries = list[Mode](), 0
     for i in values.argsort(descending=True).tolist():
-        if len(modes) == _MOST or any(_is_near(rows[i], float(values[i]), m) for m in modes):
+        if tries == 2 * _MOST or any(_is_near(rows[i], float(values[i]), m) for m in modes):
             continue
+        tries += 1
         mode = _newton(density, rows[i])
+        if mode.log_evidence - mode.elbo > _GAP:
+            way = (_newton(density, path[i], 0) for path in paths)
+            mode = max((mode, *way), key=lambda m: m.elbo)
+            mode = mode._replace(log_evidence=mode.elbo)
         if not any(_is_near(mode.mean, mode.log_density, m) for m in modes):
             modes.append(mode)
     modes.sort(key=lambda m: -m.log_evidence)
-    return [m for m in modes if m.log_evidence > modes[0].log_evidence - _MARGIN]
+    return [m for m in modes[:_MOST] if m.log_evidence > modes[0].log_evidence - _MARGIN]
 
 
 def _is_near(position: Tensor, value: float, mode: Mode) -> bool:
@@ -275,13 +287,17 @@ def _is_near(position: Tensor, value: float, mode: Mode) -> bool:
     return float(mode.distance(position[None])) < 2 * abs(mode.log_density - value) + 0.5
 
 
-def _climb(density: LogDensity, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximize from each row with L-BFGS, whose steps are halved until the density rises."""
-    value, gradient = density(u)
+def _climb(density: LogDensity, u: Tensor) -> list[Tensor]:
+    """
+    Maximize from each row with L-BFGS, whose steps are shortened until the density rises.
+
+    :returns: the rows after 0, 1, 2, 4, ... iterations and after the last one.
+    """
+    (value, gradient), paths = density(u), [u]
     pairs: list[tuple[Tensor, Tensor, Tensor]] = []
     scale = 1 / gradient.norm(dim=-1).clamp_min(1e-12)
     slow = torch.zeros_like(value)
-    for _ in range(_ITERATIONS):
+    for iteration in range(1, _ITERATIONS + 1):
         step, coefficients = gradient, []
         for s, y, rho in reversed(pairs):
             coefficients.append(a := rho * (s * step).sum(-1))
@@ -312,16 +328,18 @@ def _climb(density: LogDensity, u: Tensor) -> tuple[Tensor, Tensor]:
         pairs = [*pairs[1 - _MEMORY :], (s, y, rho)]
         slow = torch.where(new_value - value < _CLOSE, slow + 1, 0.0)
         u, value, gradient = new, new_value, new_gradient
+        if not iteration & (iteration - 1):
+            paths.append(u)
         if bool((slow >= 2).all()):
             break
-    return u, value
+    return [*paths, u]
 
 
-def _newton(density: LogDensity, u: Tensor) -> Mode:
+def _newton(density: LogDensity, u: Tensor, steps: int = _NEWTON) -> Mode:
     """Maximize with Newton's method, whose Hessians are differences of gradients."""
     value, gradient = (part[0] for part in density(u[None]))
     width = 1e-4 * (1 + u.abs())
-    for _ in range(_NEWTON):
+    for left in range(steps, -1, -1):
         for _ in range(3):  # differences over about a tenth of a standard deviation
             plus, minus = density(torch.cat([u + width.diag(), u - width.diag()]))[1].chunk(2)
             hessian = (minus - plus) / (2 * width[:, None])
@@ -333,11 +351,12 @@ def _newton(density: LogDensity, u: Tensor) -> Mode:
         unit = hessian.diagonal().abs().clamp_min(1e-16).rsqrt()
         scaled = unit[:, None] * (hessian + hessian.mT) / 2 * unit
         eigenvalues, vectors = torch.linalg.eigh(scaled)
-        covariance = (vectors / eigenvalues.abs().clamp_min(1e-10)) @ vectors.mT
-        factor = unit[:, None] * torch.linalg.cholesky((covariance + covariance.mT) / 2)
+        root = unit[:, None] * vectors / eigenvalues.abs().clamp_min(1e-10).sqrt()
+        upper = torch.linalg.qr(root.mT).R  # the factor even of an almost singular covariance
+        factor = upper.mT * upper.diagonal().sign()
         step = factor @ (factor.mT @ gradient)
         rise, length = float(step @ gradient), 1.0
-        if rise < _CLOSE:
+        if rise < _CLOSE or not left:
             break
         while length > 1e-4:
             at, slope = (part[0] for part in density((u + length * step)[None]))
@@ -348,8 +367,10 @@ def _newton(density: LogDensity, u: Tensor) -> Mode:
         else:
             break
     log_det = float(factor.diagonal().log().sum())
-    log_evidence = float(value) + log_det + density.dim / 2 * math.log(2 * math.pi)
-    return Mode(u, factor, float(value), log_evidence)
+    entropy = log_det + density.dim / 2 * math.log(2 * math.pi * math.e)
+    values = density(u + torch.randn(100, density.dim).to(u) @ factor.mT)[0]
+    elbo = float(values.mean()) + entropy
+    return Mode(u, factor, float(value), float(value) + entropy - density.dim / 2, elbo)
 
 
 def laplace_init(
@@ -364,7 +385,7 @@ def laplace_init(
     The latents of most regressions have different scales and are not near zero, so an AutoGuide
     that starts from its defaults takes many thousand steps. The location is a mode of the posterior
     over unconstrained coordinates, which L-BFGS finds from several starts. It is chosen among the
-    modes and zero by the ELBO of a normal density there,
+    modes, or among positions on the way if a mode has little mass, by the ELBO of a normal density,
 
     .. math:: E_{u \sim N(\mu, H^{-1})} [\log p(x, u)] + \tfrac{1}{2} \log \det (2 \pi e H^{-1}),
 
@@ -395,21 +416,10 @@ def laplace_init(
     programs = make_programs(latents_masked(model), FlatGuide(model), args, model_kwargs)
     with weights_of(programs, Options(joint=True, seed=seed)) as sampler:
         density = LogDensity(sampler)
-        zero = torch.zeros_like(density.like)
-        modes = [
-            *find_modes(density),
-            Mode(zero, zero.new_tensor(0.1) * torch.eye(density.dim), 0.0, 0.0),
-        ]
-        best = max(modes, key=lambda mode: _elbo(density, mode))
+        best = max(find_modes(density), key=lambda mode: mode.elbo)
         values = density.sites(best.mean[None])
     precision = torch.cholesky_inverse(best.factor).diagonal()
     return {
         "init_loc_fn": init_to_value(values={n: v[0] for n, v in values.items()}),
         "init_scale": float(precision.max().rsqrt()),
     }
-
-
-def _elbo(density: LogDensity, mode: Mode) -> float:
-    """Return the ELBO of the normal density of a mode, without a constant."""
-    noise = torch.randn(100, density.dim).to(mode.mean)
-    return float(density(mode.mean + noise @ mode.factor.mT)[0].mean() + mode.factor.logdet())

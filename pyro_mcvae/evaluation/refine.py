@@ -267,7 +267,7 @@ def refine(
     starts finds modes, and Newton's method a normal density at each. A hundred chains of HMC start
     there, in white coordinates that are fitted to the chains during the warm-up. Independent
     proposals from normal densities that are fitted to the chains of each mode move chains between
-    modes. The chains run until every mean and standard deviation is known to 0.07 standard
+    modes. The chains run until every mean and standard deviation is known to 0.055 standard
     deviations, and split :math:`\hat R` over starts is at most 1.02; ``draws.verdict`` says whether
     they reached that.
 
