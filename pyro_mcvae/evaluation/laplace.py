@@ -369,7 +369,7 @@ def _newton(density: LogDensity, u: Tensor, steps: int = _NEWTON) -> Mode:
     log_det = float(factor.diagonal().log().sum())
     entropy = log_det + density.dim / 2 * math.log(2 * math.pi * math.e)
     values = density(u + torch.randn(100, density.dim).to(u) @ factor.mT)[0]
-    elbo = float(values.mean()) + entropy
+    elbo = float(values.clamp_min(float(value) - 1e3).mean()) + entropy  # some may be impossible
     return Mode(u, factor, float(value), float(value) + entropy - density.dim / 2, elbo)
 
 
