@@ -38,6 +38,9 @@ class Rise(NamedTuple):
         return self.nats > nats and self.nats > 3 * self.error
 
 
+NOT_CHECKED = Rise()
+
+
 def continue_training(programs: Programs) -> Rise:
     """
     Train on for 100 steps of Adam, restore the parameters, and return by how much the ELBO rose.
@@ -78,7 +81,7 @@ def continue_training(programs: Programs) -> Rise:
         rises = bounds() - before
     except (ValueError, RuntimeError, NotImplementedError) as error:
         _logger.info("training was not continued: %s", first_line(error))
-        return Rise()
+        return NOT_CHECKED
     finally:
         with torch.no_grad():
             for p, value, grad in saved:

@@ -455,7 +455,16 @@ def _refined_draws(
         draws.step_size = (
             None if annealing is None else annealing.kernel.step_size().detach().clone()
         )
-    draws.verdict = _verdict_of(draws, summary, candidates)
+    k, sizes = draws.pareto_k, summary.effective_sample_size
+    accepted = math.nan if draws.acceptance is None else float(draws.acceptance.mean())
+    method = "selected by weight" if draws.acceptance is None else "moved by chains"
+    draws.verdict = Verdict(
+        f"draws of the guide, {method}",
+        weight_reasons(k, sizes, summary.count, candidates),
+        float(k.max()),
+        float(sizes.min()),
+        acceptance=accepted,
+    )
     bad = int((draws.pareto_k > _HEAVY).sum())
     if bad and warn:
         remedy = "Use chains (schedule=10, coordinates='whitened')"
@@ -473,25 +482,25 @@ def _refined_draws(
     return draws
 
 
-def _verdict_of(draws: PosteriorDraws, summary: WeightSummary, candidates: int) -> Verdict:
-    """Return whether weights are equal enough, and their tails light enough, to draw by them."""
-    size, k = summary.effective_sample_size, draws.pareto_k
-    bias = (summary.count / size.clamp_min(1e-300) - 1) / candidates
-    reasons = []
-    heavy, biased = k > _LIGHT, bias > _BIAS
-    if fraction(heavy) > _FEW:
-        number = f"{int(heavy.sum())} of {k.numel()} posteriors"
-        reasons.append(f"Pareto k is above {_LIGHT} for {number}")
-    if fraction(biased) > _FEW:
+def weight_reasons(
+    pareto_k: Tensor, effective_sample_size: Tensor, count: int, candidates: int = _CANDIDATES
+) -> tuple[str, ...]:
+    """
+    Return why draws that are selected by their weights cannot be trusted; empty if they can.
+
+    :param count: the number of weights of each posterior.
+    """
+    bias = (count / effective_sample_size.clamp_min(1e-300) - 1) / candidates
+    reasons, n = [], pareto_k.numel()
+    if fraction(pareto_k > _LIGHT) > _FEW:
+        number = int((pareto_k > _LIGHT).sum())
+        reasons.append(f"Pareto k is above {_LIGHT} for {number} of {n} posteriors")
+    if fraction(bias > _BIAS) > _FEW:
         reasons.append(
             f"weights differ too much to select from {candidates} "
-            f"candidate{'s' * (candidates > 1)} for {int(biased.sum())} of {k.numel()} posteriors"
+            f"candidate{'s' * (candidates > 1)} for {int((bias > _BIAS).sum())} of {n} posteriors"
         )
-    accepted = math.nan if draws.acceptance is None else float(draws.acceptance.mean())
-    method = "draws of the guide, selected by weight"
-    if draws.acceptance is not None:
-        method = "draws of the guide, moved by chains"
-    return Verdict(method, tuple(reasons), float(k.max()), float(size.min()), acceptance=accepted)
+    return tuple(reasons)
 
 
 def _joined(parts: list[PosteriorDraws]) -> PosteriorDraws:

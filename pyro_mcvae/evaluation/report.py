@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import HMC
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
+from pyro_mcvae.evaluation.continuation import NOT_CHECKED, Rise, continue_training
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
@@ -25,32 +26,26 @@ from pyro_mcvae.evaluation.evidence import (
 )
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
-    EvaluatorCoordinates,
     Options,
     make_options,
     make_programs,
 )
 from pyro_mcvae.evaluation.plots import panels, plot_estimates, plot_gaps
+from pyro_mcvae.evaluation.refine import weight_reasons
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
 
-# The fraction of weights that may be doubtful. The gap below which it counts as closed, and the
-# difference below which there is none, in nats per weight. The largest error at which two estimates
-# can agree.
-_FEW, _CLOSE, _SMALL, _WIDE = 0.05, 0.1, 0.02, 0.1
-# Nats of the ELBO's gap that a bound of many draws halves at best (docs/choose.md, measured on nine
+# The fraction of weights that may be doubtful. The gap in nats per weight below which it counts as
+# closed, and above which a bound of many draws halves it at best (docs/choose.md, measured on nine
 # models).
-_TENS = 20.0
+_FEW, _CLOSE, _TENS = 0.05, 0.1, 20.0
 # Chance of a false alarm, over all data together.
 _ALARM = 0.01
-# Steps of the chains. The second chains check whether the first were long enough. If not, the last
-# ones run in white coordinates. Number of chains over all data, and the fewest per datum.
-_RUNGS: tuple[tuple[int, EvaluatorCoordinates | None], ...]
-_RUNGS = (10, None), (40, None), (40, "whitened")
-_CHAINS, _FEWEST = 10_000, 20
+# Steps of the chains from the guide, number of chains over all data, and the fewest per datum.
+_STEPS, _CHAINS, _FEWEST = 40, 10_000, 20
 # From the prior: number of chains over all data, the fewest per datum, warm-up steps, and the first
 # step size, which has the scale of the prior.
 _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
@@ -67,17 +62,19 @@ class Report:
         effective sample size and k-hat measure how well the guide covers the posterior.
     :ivar discrete: the guide's discrete sites.
     :ivar prior: the :class:`.LogEvidence` by chains from the prior, or the reason for its absence.
-    :ivar chains: the :class:`.LogEvidence` of each length of chains from the guide's draws, the
-        longest last.
-    :ivar no_chains: the reason why no chains, or no longer ones, ran.
+    :ivar chains: the :class:`.LogEvidence` by chains from the guide's draws; None if none ran.
+    :ivar no_chains: the reason why no chains ran.
+    :ivar rise: by how many nats the ELBO rises in 100 more steps of training, and the error; NaN if
+        it was not checked.
     """
 
     evidence: LogEvidence
     guide: LogEvidence
     discrete: tuple[str, ...]
     prior: LogEvidence | str = "not requested"
-    chains: tuple[LogEvidence, ...] = ()
+    chains: LogEvidence | None = None
     no_chains: str = ""
+    rise: Rise = NOT_CHECKED
 
     @property
     def bound(self) -> Tensor:
@@ -176,9 +173,9 @@ class Report:
         left, right = panels(axes)
         rows: list[tuple[str, Tensor | LogEvidence]] = [("ELBO", self.bound.mean())]
         rows += [("weights of the guide", self.guide)]
-        for chains in self.chains:
-            start = "fitted normal" if chains.whitened else "guide"
-            rows.append((f"{_steps(chains)} steps from the {start}", chains))
+        if self.chains is not None:
+            start = "fitted normal" if self.chains.whitened else "guide"
+            rows.append((f"{_steps(self.chains)} steps from the {start}", self.chains))
         if isinstance(self.prior, LogEvidence):
             rows.append(("chains from the prior", self.prior))
         plot_estimates(left, rows)
@@ -191,56 +188,72 @@ class Report:
     def trusted(self) -> bool:
         r"""
         Return whether the evidence and its error can be trusted. This holds if at most a twentieth
-        of the weights is doubtful (see ``LogEvidence.doubtful``), or if chains of four times the
-        length agree. It never holds if :math:`\hat k` is above 0.7, or the effective sample size
-        below 10, for more than a twentieth of the weights.
+        of the weights is doubtful (see ``LogEvidence.doubtful``), or :math:`\hat k` is above 0.7
+        for at most a twentieth of chains in white coordinates. It never holds if the effective
+        sample size is below 10 for more than a twentieth of the weights.
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
-        if (
-            self.misses
-            or open_ended
-            or fraction(self.evidence.unreliable | self.evidence.few) > _FEW
-        ):
-            return False
-        return _is_sure(self.evidence) or (
-            len(self.chains) > 1 and _agree(self.chains[-2], self.chains[-1])
+        bad = fraction(self.evidence.unreliable | self.evidence.few) > _FEW
+        return not (self.misses or open_ended or bad) and (
+            bool(self.evidence.whitened) or _is_sure(self.evidence)
         )
 
     @property
+    def close(self) -> bool:
+        """
+        Return whether the guide is close to the posterior, so that its draws need no weights: its
+        gap, without that of labellings, is below 0.1 nats per weight.
+        """
+        heavy = fraction(self.guide.unreliable) > _FEW
+        return float(self.gap.mean()) - self.evidence.added < _CLOSE and not (heavy or self.misses)
+
+    @property
+    def reweights(self) -> bool:
+        """Return whether weights suffice for :func:`refine`, which otherwise runs chains."""
+        guide = self.guide
+        size, count = guide.effective_sample_size, guide.num_particles
+        return not (self.misses or weight_reasons(guide.pareto_k, size, count))
+
+    @property
+    def converged(self) -> bool:
+        """
+        Return whether the training has converged: 100 more steps do not raise the ELBO by 0.1 nats
+        per weight, and by three errors. It holds if this was not checked.
+        """
+        return not self.rise.exceeds(_CLOSE * self.gap.numel())
+
+    @property
     def advice(self) -> str:
-        """Return what to try next, in one sentence, by the rules of ``docs/choose.md``."""
+        """Return the next call."""
         # No loss closes the part of the gap that comes from labellings.
         missing = self.evidence.added
-        gap, heavy = float(self.gap.mean()) - missing, fraction(self.guide.unreliable)
-        richer = "a richer guide (full covariances, or a flow)"
+        gap, n = float(self.gap.mean()) - missing, self.gap.numel()
+        if not self.converged:
+            return "Next: train on, from AutoNormal(model, **laplace_init(model, *args)) if slow."
+        if self.misses and n == 1 and not self.discrete:
+            return "Next: draws = refine(model, *args), which searches for modes."
         if self.misses:
-            richer = "a richer guide (several modes, full covariances, or a flow)"
-            return f"Next: train the guide from other initial values, or use {richer}."
-        if gap < _CLOSE and heavy <= _FEW:
+            return "Next: train from other initial values, or a guide with several modes."
+        if n == 1 and not self.discrete:
+            return "Next: draws = refine(model, guide, *args)."
+        if self.close:
             part = "one labelling of " if missing > _CLOSE else ""
             return f"The guide is close to {part}the posterior: the ELBO is tight enough."
         if self.discrete:
-            sites = ", ".join(self.discrete)
-            loss = "TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound)"
-            return f"Next: use {loss}, or let {sites} depend on each other in the guide."
-        count = 100 if self.gap.numel() == 1 else 10
-        loss, more = f"TraceIWAE_ELBO(num_particles={count})", "particles"
-        then = "; for a gap of ten nats, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
+            return "Next: train with TraceRaoBlackwell_ELBO() or TraceIWAE_ELBO(num_particles=10)."
+        loss = "TraceIWAE_ELBO(num_particles=10)"
         if gap > _TENS:
-            loss, more = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)", "steps"
-            then = f"; or {richer}"
-        if self.gap.numel() == 1:  # a full-rank guide is cheaper than any of them
-            return f"Next: use {richer}; then {loss}, with more {more} if needed."
-        return f"Next: use {loss}, with more {more} if you trained with it already{then}."
+            loss = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)"
+        return f"Next: train with {loss}, or draws = refine(model, guide, *args)."
 
     def __str__(self) -> str:
         guide, n = self.guide, self.gap.numel()
         plates = f" ({', '.join(guide.plates)})" if guide.plates else ""
         rows = [["", "draws", "log evidence", "Pareto k", "k > 0.7", "ESS"], _row("guide", guide)]
-        for chains in self.chains:
-            start = "fitted normal" if chains.whitened else "guide"
-            rows.append(_row(f"{start}, {_steps(chains)} steps", chains))
+        if self.chains is not None:
+            start = "fitted normal" if self.chains.whitened else "guide"
+            rows.append(_row(f"{start}, {_steps(self.chains)} steps", self.chains))
         if isinstance(self.prior, LogEvidence):
             rows.append(_row("prior", self.prior))
         weights = f"{n} weight{'s' * (n > 1)}{plates}"
@@ -258,35 +271,34 @@ class Report:
         if guide.fixed_latents:
             lines.append(f"given {', '.join(guide.fixed_latents)}")
         if self.no_chains:
-            lines.append("no more chains: see no_chains")
+            lines.append("no chains from the guide: see no_chains")
         if isinstance(self.prior, str):
             lines.append("no chains from the prior: see prior")
         if self.evidence.labellings is not None:
             lines.append(f"exchangeable: {self.evidence.labellings.short}")
-        sentences = *self._reliability, self.advice
+        sentences = [*self._verdicts, self.advice]
         return "\n".join([lines[0], lines[1], *map(filled, (*lines[2:], *sentences))])
 
     @property
-    def _reliability(self) -> tuple[str, str]:
-        """Return whether the evidence is known, and whether modes may be missed."""
+    def _verdicts(self) -> list[str]:
+        """Return whether training, guide, draws and evidence can be used, and modes are missed."""
+        sentences = [] if self.converged else [f"The {self.rise.text}."]
+        close = "is close to the posterior" if self.close else "is not close to the posterior"
+        sentences.append(f"Guide: it {close}.")
+        draws = "weights suffice" if self.reweights else "chains move them, see draws.verdict"
+        sentences.append(f"Draws of refine(model, guide, *args): {draws}.")
+        unless = ""
+        if not (self.checked_modes or isinstance(self.prior, str)):
+            unless = ", if no mode is missed"
+        evidence = f"it and its error can be trusted{unless}"
+        if not self.trusted:
+            evidence = "it is a lower bound, and its error may be much larger than printed"
+        modes = "modes that the guide misses would not be detected"
         if self.misses:
-            modes = "The guide misses a part of the posterior, such as a mode."
+            modes = "the guide misses a part of the posterior, such as a mode"
         elif self.checked_modes:
-            modes = "Chains from the prior find no modes that the guide misses."
-        else:
-            modes = "Modes that the guide misses would not be detected."
-        if self.trusted:
-            is_known = self.checked_modes or isinstance(self.prior, str)
-            unless = "" if is_known else ", if no mode is missed"
-            return f"The evidence and its error can be trusted{unless}.", modes
-        more = f"num_particles={10 * self.evidence.num_particles} may come closer"
-        if self.misses:  # neither its draws nor chains from them reach the rest
-            more = "more draws or longer chains from this guide may not reach it"
-        elif not self.discrete:
-            steps = max((_steps(c) for c in self.chains), default=0)
-            more = f"chains (schedule={4 * steps or 10}) or {more}"
-        lower = "The evidence is a lower bound, and its error may be much larger than printed"
-        return f"{lower}; {more}.", modes
+            modes = "chains from the prior find none that the guide misses"
+        return [*sentences, f"Evidence: {evidence}.", f"Modes: {modes}."]
 
 
 def report(
@@ -294,7 +306,8 @@ def report(
     guide: Program,
     *args: object,
     check_modes: bool | None = None,
-    escalate: bool | None = None,
+    run_chains: bool | None = None,
+    check_training: bool | None = None,
     model_kwargs: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Report:
@@ -304,11 +317,17 @@ def report(
 
     The importance weights of the guide are always computed. They are doubtful if there are fewer
     than 500 draws. They are also doubtful if :math:`\hat k` plus two of its errors is above 0.5 for
-    more than a twentieth of them. In these cases the evidence is estimated by annealed chains of
-    ten steps. If these are doubtful as well, chains of 40 steps run. If both estimates disagree,
-    chains in white coordinates run (see :func:`log_evidence`). A ``schedule`` or a ``kernel``
-    replaces these chains. ``Report.trusted`` has the conclusion: whether the evidence and its error
-    can be trusted.
+    more than a twentieth of them. In these cases the evidence is estimated by annealed chains of 40
+    steps in white coordinates (see :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces
+    these chains.
+
+    The report says separately whether the guide is close to the posterior (``Report.close``),
+    whether :func:`refine` draws by weights alone (``Report.reweights``), and whether the evidence
+    and its error can be trusted (``Report.trusted``).
+
+    **Training**: if all latents share one weight, or the guide is an AutoGuide, 100 more steps of
+    Adam run on copies of the parameters. If they raise the ELBO, training has not converged
+    (``Report.converged``).
 
     **Missed modes**: if the guide never draws near a mode of the posterior, neither :math:`\hat k`
     nor the effective sample size changes. Therefore 50 to 200 chains run from draws of the model's
@@ -326,8 +345,10 @@ def report(
     :param args: their arguments.
     :param bool check_modes: run chains from the prior. None runs them unless particles run one by
         one, because each chain is then a separate run.
-    :param bool escalate: run chains if the guide's weights are doubtful. None runs them unless
+    :param bool run_chains: run chains if the guide's weights are doubtful. None runs them unless
         particles run one by one.
+    :param bool check_training: check whether training has converged. None checks it as above,
+        unless particles run one by one.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`.Report`, to print.
@@ -343,29 +364,35 @@ def report(
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.2))
         >>> result = report(model, guide, torch.linspace(-2, 2, 50))
+        >>> result.trusted, result.close, result.reweights
+        (True, False, True)
         >>> result.advice.partition(",")[0]
-        'Next: use TraceIWAE_ELBO(num_particles=10)'
+        'Next: train with TraceIWAE_ELBO(num_particles=10)'
     """
     settings = make_options("report", options)
     programs = make_programs(model, guide, args, model_kwargs)
     check_flag("check_modes", check_modes, or_none=True)
-    check_flag("escalate", escalate, or_none=True)
+    check_flag("run_chains", run_chains, or_none=True)
+    check_flag("check_training", check_training, or_none=True)
     annealing, count = settings.annealing(), settings.num_particles
     with weights_of(programs, settings) as weights:
         plain = estimate(weights, count)
-        no_chains = _why_not_run("escalate", escalate, weights.loops)
-        chains: tuple[LogEvidence, ...] = ()
+        no_chains = _why_not_run("run_chains", run_chains, weights.loops)
+        chains: LogEvidence | None = None
         if annealing is not None:
-            chains, no_chains = (estimate(weights.annealed(annealing), count),), ""
+            chains, no_chains = estimate(weights.annealed(annealing), count), ""
         elif not no_chains and not _is_sure(plain):
-            chains, no_chains = _climb(weights, settings)
-        evidence = chains[-1] if chains else plain
+            chains, no_chains = _by_chains(weights, settings)
+        evidence = chains or plain
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
         )
         if not isinstance(prior, str) and _finds_more(prior, evidence):
             evidence = prior
-        return Report(evidence, plain, weights.discrete, prior, chains, no_chains)
+        own = plain.log_evidence.numel() == 1 or isinstance(guide, AutoGuide)
+        checks = own and not weights.loops if check_training is None else check_training
+        rise = continue_training(programs) if checks else NOT_CHECKED
+        return Report(evidence, plain, weights.discrete, prior, chains, no_chains, rise)
 
 
 def _finds_more(prior: LogEvidence, evidence: LogEvidence) -> bool:
@@ -389,56 +416,25 @@ def _is_sure(evidence: LogEvidence) -> bool:
     return fraction(evidence.doubtful) <= _FEW
 
 
-def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> bool:
+def _by_chains(weights: ImportanceSampler, options: Options) -> tuple[LogEvidence | None, str]:
     """
-    Return whether longer chains give the same evidence, within two errors.
-
-    :param most: the largest error at which estimates can agree.
-    """
-    error = torch.hypot(short.mean_standard_error, long.mean_standard_error)
-    same = (long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL)
-    return bool(same & (error <= most))
-
-
-def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
-    """
-    Run chains from the guide's draws, and chains of four times the length if the first are
-    doubtful. If both are and disagree, run chains from a normal density fitted to the posterior.
+    Run chains from a normal density fitted to the posterior, or from draws of a discrete guide.
 
     :param weights: the importance sampler of the guide.
-    :returns: the evidences, the most reliable last, and why no more chains ran.
+    :returns: the evidence, or None and why no chains ran.
     """
-    evidences: list[LogEvidence] = []
     count = min(options.num_particles, max(_FEWEST, _CHAINS // max(1, weights.elements)))
-    kernel = options.kernel
+    if not weights.discrete:
+        options = replace(options, coordinates="whitened", warmup=max(1, options.warmup))
+    annealing = replace(options, schedule=_STEPS).annealing()
+    assert annealing is not None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for steps, whitened in _RUNGS:
-                if whitened and (weights.discrete or options.coordinates == whitened):
-                    break
-                coordinates, warmup = whitened or options.coordinates, options.warmup
-                if whitened:
-                    kernel, warmup = options.kernel, max(1, warmup)
-                annealing = replace(
-                    options,
-                    schedule=steps,
-                    kernel=kernel,
-                    coordinates=coordinates,
-                    warmup=warmup,
-                ).annealing()
-                assert annealing is not None
-                evidences.append(estimate(weights.annealed(annealing), count))
-                kernel = annealing.kernel  # with its adapted step size
-                if _is_sure(evidences[-1]) or (
-                    len(evidences) > 1 and _agree(evidences[-2], evidences[-1], _WIDE)
-                ):
-                    break
+            return estimate(weights.annealed(annealing), count), ""
     except (ValueError, RuntimeError, NotImplementedError) as error:
         _logger.info("chains from the guide's draws did not run: %s", first_line(error))
-        return tuple(evidences), first_line(error)
-    # Each evidence is a lower bound in expectation.
-    return (*evidences[:1], *sorted(evidences[1:], key=lambda e: float(e.mean))), ""
+        return None, first_line(error)
 
 
 def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence | str:

@@ -67,7 +67,7 @@ def test_labellings_that_overlap_are_said_and_not_counted():
     assert result.labellings.sizes == (2,)
     assert result.labellings.added is None
     assert "up to log 2! = 0.693 not added" in str(result)
-    assert not report(model, guide, check_modes=False, escalate=False).trusted
+    assert not report(model, guide, check_modes=False, run_chains=False).trusted
     # A component that lies anywhere: its labellings overlap with the others'.
     result = log_evidence(mixture(3)[0], normal(-2.8, 2.9, 0.0, scale=1.0), **OPTIONS)
     assert result.labellings.sizes == (3,)

@@ -47,7 +47,7 @@ def of_log_evidence(pair: Any) -> Tensor:
 
 
 def of_report(pair: Any) -> Tensor:
-    result = report(*pair, x, num_particles=5, check_modes=False, escalate=False, seed=0)
+    result = report(*pair, x, num_particles=5, check_modes=False, run_chains=False, seed=0)
     return result.guide.bound
 
 
