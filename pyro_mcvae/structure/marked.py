@@ -26,7 +26,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.ops.marks import WORD, Draw, Marks, bits_of, mask_of_bits, union
+from pyro_mcvae.ops.marks import WORD, Draw, Marks, Step, bits_of, mask_of_bits, union
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.isolation import restored
@@ -34,12 +34,14 @@ from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, 
 from pyro_mcvae.programs.run import Programs, Run, run_pair
 from pyro_mcvae.programs.sites import (
     changed_draw,
+    is_delta,
     is_latent,
     is_random,
     is_scored,
     masked_entries,
     masks_of,
     observes_data,
+    reparameterized,
 )
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term, guide_term, model_term
@@ -150,6 +152,8 @@ class _Marker(Messenger):
             kept = before.shape[: before.dim() - event_dim]
             self.upstream[msg["name"]] = union(before.clone(), inner).reshape(kept)
         self.site_bits[msg["name"]] = bit = marks.new_bits()
+        if reparameterized(msg) and not is_delta(msg["fn"]):
+            marks.smooth |= bit
         batch = drawn.dim() - event_dim
         parts: list[tuple[int, _Code]] = []
         # A point mass is computed from other draws, and has their elements.
@@ -254,6 +258,7 @@ class MarkedRun:
     :ivar batches: the lines that normalize by the statistics of a batch of draws.
     :ivar batch_bit: the bit of what is normalized there.
     :ivar channels: the shapes and bits of batch normalizations; see :class:`.Marks`.
+    :ivar steps: for each factor that jumps with draws, the operators; see :attr:`.Marks.steps`.
     :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
     :ivar error_alone: for a run with leading dims: the error of one without.
     """
@@ -275,6 +280,7 @@ class MarkedRun:
     batches: list[str]
     batch_bit: int
     channels: list[tuple[tuple[int, ...], int]]
+    steps: dict[FactorKey, frozenset[Step]]
     draws_on_host: bool
     error_alone: MarkedRunError | None = None
 
@@ -534,6 +540,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         marks.batches,
         marks.batch_bit,
         marks.channels,
+        {key: found for key, t in terms.items() if (found := marks.steps(t.log_prob))},
         marker.draws_on_host,
     )
 
