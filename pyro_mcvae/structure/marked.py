@@ -515,11 +515,12 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
                 log_prob = torch.as_tensor(terms[key].log_prob)
                 with marks.paused():
                     entries[key] = _counted(site, marks.mask(log_prob))
+                    entries[key] = _around(marks, site, entries[key], log_prob)
             except ValueError:
                 entries[key] = upstream  # a flow without an inverse
             own = (bits_of(upstream) & sites) | marker.site_bits.get(name, 0) if in_guide else 0
             control[key] = marks.control
-            whole[key] = own | marks.bits(site["scale"]) | masked[key]
+            whole[key] = own | (0 if key in terms else marks.bits(site["scale"]) | masked[key])
     marks.control = after
     reads = [Read(r.line, _names(marker, r.bits), r.is_branch) for r in marks.reads]
     return MarkedRun(
@@ -558,6 +559,18 @@ def _counted(site: Site, mask: Tensor | None) -> Tensor | None:
     if mask is None or counted is None:
         return None if mask is None else mask.clone()
     return mask * torch.as_tensor(counted, device=mask.device)
+
+
+def _around(marks: Marks, site: Site, mask: Tensor | None, log_prob: Tensor) -> Tensor | None:
+    """Return the marks of a density with those of the scale and the masks around it."""
+    for value in (site["scale"], *masks_of(site)):
+        part = marks.mask(value) if isinstance(value, Tensor) else None
+        if part is not None:
+            shape = torch.broadcast_shapes(part.shape[1:], log_prob.shape)
+            part = part.reshape(-1, *[1] * (len(shape) - part.dim() + 1), *part.shape[1:])
+            part = part.expand(-1, *shape)
+            mask = part if mask is None else mask | part
+    return mask
 
 
 def _names(marker: _Marker, bits: int) -> frozenset[str]:
