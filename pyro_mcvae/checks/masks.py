@@ -50,7 +50,9 @@ from pyro_mcvae.structure.marked import MarkedRunError, marked
 # Which entries the masks of a step remove, and whether the model depends on them.
 
 
-def mask_key(programs: Programs, run: Run, analysis: Analysis) -> Hashable:
+def mask_key(
+    programs: Programs, run: Run, analysis: Analysis, concerns: Callable[[Site, Site], bool]
+) -> Hashable:
     """
     Return what findings about the masks of latents depend on: None without such masks.
 
@@ -58,8 +60,11 @@ def mask_key(programs: Programs, run: Run, analysis: Analysis) -> Hashable:
     hold for all masks of which that is true. Otherwise they hold for the masks of this step.
 
     :param analysis: of the programs, where the factors that depend on latents are kept.
+    :param concerns: called with a latent of the model and of the guide: whether it is asked about.
     """
-    masks = {n: m for n in _latents(run) if (m := _masks_of_latent(run, n)) != (None, None)}
+    nodes = run.model_trace.nodes
+    names = [n for n, site in _latents(run).items() if concerns(nodes[n], site)]
+    masks = {n: m for n in names if (m := _masks_of_latent(run, n)) != (None, None)}
     if not masks:
         return None
     key = "mask readers", run.signature
@@ -73,11 +78,11 @@ def mask_key(programs: Programs, run: Run, analysis: Analysis) -> Hashable:
 def _masks_of_latent(run: Run, name: str) -> tuple[Tensor | None, Tensor | None]:
     """Return the entries of a latent that the model and the guide count."""
     traces = run.model_trace, run.guide_trace
-    model, guide = (_own_mask(trace.nodes[name]) for trace in traces)
+    model, guide = (own_mask(trace.nodes[name]) for trace in traces)
     return model, guide
 
 
-def _own_mask(site: Site) -> Tensor | None:
+def own_mask(site: Site) -> Tensor | None:
     """Return the entries that a program's own masks count."""
     return site["own_mask"] if "own_mask" in site else counted_values(site)
 
@@ -184,7 +189,7 @@ def masked_latents(programs: Programs, run: Run) -> MaskedLatents:
     :param run: an execution of the programs, with any leading dims.
     """
     latents, model = _latents(run), run.model_trace.nodes
-    masked = [n for n in latents if _own_mask(model[n]) is not None]
+    masked = [n for n in latents if own_mask(model[n]) is not None]
     # The guide may mask the same entries, which then have no density in the weight.
     names = [
         n for n in masked if counted_values(latents[n]) is None or _removes(model[n], latents[n])
@@ -312,7 +317,7 @@ def _masked_latents(run: Run) -> dict[str, Site]:
 
 def _removes(model_site: Site, guide_site: Site) -> bool:
     """Return whether the model's own mask removes entries that the guide counts."""
-    return _more(_own_mask(model_site), counted_values(guide_site))
+    return _more(own_mask(model_site), counted_values(guide_site))
 
 
 def _masks_more(model_site: Site, guide_site: Site) -> bool:

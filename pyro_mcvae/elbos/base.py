@@ -30,6 +30,7 @@ from pyro_mcvae.checks.masks import (
     mask_key,
     masked_latents,
     masked_otherwise,
+    own_mask,
     with_priors,
 )
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
@@ -48,6 +49,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     bare,
     casts_with_gradients,
+    counted_values,
     is_latent,
     is_random,
     is_scored,
@@ -361,7 +363,11 @@ class ModelWarnings:
             not a mean of log weights.
         """
         collected, analysis = collects_parameters(), self._analyses.of(programs)
-        masks = mask_key(programs, runs[0], analysis) if runs else None
+
+        def concerns(_: Site, site: Site) -> bool:
+            return weighs(site) and counted_values(site) is not None
+
+        masks = mask_key(programs, runs[0], analysis, concerns) if runs else None
         if is_recording():
             return  # the uncompiled steps before the recording were checked
 
@@ -665,7 +671,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def _find_counted(self, programs: Programs, run: Run, analysis: Analysis) -> _Counted:
         """Return the latents whose prior the model counts, for the masks of a run."""
-        masks = mask_key(programs, run, analysis)
+        masks = mask_key(programs, run, analysis, lambda site, _: own_mask(site) is not None)
         key = "counted", masks
         unread = analysis.cached(key, lambda: masked_latents(programs, run).unread)
         names = frozenset(n for n, guide_mask in unread.items() if guide_mask is None)

@@ -378,12 +378,14 @@ class ChainELBO(MonteCarloELBO, StoredModule):
 
     def _check_moves(self, chain: Chain) -> None:
         """Warn once if moves go so far that they would hardly ever be accepted."""
+        if is_recording():
+            return
         self._num_trained += 1
         count, step = self._num_trained, self.last_step
         adapts = type(self.kernel.step_size).update is not StepSize.update
         first = _FIRST_CHECK_IF_ADAPTIVE if adapts else _FIRST_CHECK
         due = count >= first and count & (count - 1) == 0 and not self._warned
-        if not due or step is None or not step.acceptance.numel() or is_recording():
+        if not due or step is None or not step.acceptance.numel():
             return
         acceptance = step.acceptance.max() if self.kernel.adjusted else step.acceptance.min()
         if float(acceptance) >= _LEAST_ACCEPTANCE:

@@ -92,11 +92,11 @@ def _broadcast(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
 class _Shadow:
     """The bits of the entries of one storage, ``[words, entries]`` of ``itemsize`` bytes each."""
 
-    def __init__(self, storage: torch.UntypedStorage, itemsize: int, words: int) -> None:
-        count = -(-storage.nbytes() // itemsize)
-        self.itemsize = itemsize
+    def __init__(self, tensor: Tensor, words: int) -> None:
+        self.itemsize = tensor.element_size()
+        count = -(-tensor.untyped_storage().nbytes() // self.itemsize)
         self.steps: frozenset[Step] = frozenset()
-        self.mask = torch.zeros(words, count, dtype=torch.int64, device=storage.device)
+        self.mask = torch.zeros(words, count, dtype=torch.int64, device=tensor.device)
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the mask of a tensor of this storage; writes to it are kept."""
@@ -264,7 +264,7 @@ class Marks(TorchDispatchMode):
         if key not in self._shadows:
             storage = tensor.untyped_storage()
             dead = weakref.ref(storage, lambda _: self._shadows.pop(key, None))
-            self._shadows[key] = dead, _Shadow(storage, tensor.element_size(), self.words)
+            self._shadows[key] = dead, _Shadow(tensor, self.words)
         view = self._shadows[key][1].view(tensor)
         repeated = [d + 1 for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1]
         if repeated:  # an expanded tensor has one entry for many
