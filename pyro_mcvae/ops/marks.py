@@ -298,6 +298,14 @@ class Marks(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # without autograd, which would take them apart
+            super().__enter__()
+            try:
+                parts = func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
+            if parts is not NotImplemented:
+                return parts
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         masks = {}
         for tensor in tensors:
@@ -504,6 +512,7 @@ _MOVED = {
     **dict.fromkeys(("cat", "stack", "hstack", "vstack", "_cat"), (0,)),
     **dict.fromkeys(("slice_scatter", "select_scatter", "diagonal_scatter"), (0, 1)),
     **dict.fromkeys(("as_strided_scatter",), (0, 1)),
+    "index_copy": (0, 3),
     **dict.fromkeys(
         _names(
             "as_strided diag_embed diagonal_copy expand_copy flip permute_copy pixel_shuffle "
@@ -513,7 +522,8 @@ _MOVED = {
             "native_channel_shuffle slice_backward select_backward diagonal_backward "
             "unfold_backward constant_pad_nd index_fill trace_copy squeeze_copy unsqueeze_copy "
             "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-            "replication_pad2d replication_pad3d"
+            "replication_pad2d replication_pad3d alias_copy lift_fresh_copy as_strided_copy "
+            "narrow_copy unbind_copy block_diag"
         ),
         (0,),
     ),
@@ -533,7 +543,8 @@ _SCANS = _names("cumsum cumprod logcumsumexp cummax cummin")
 _PRODUCTS = _names("mm bmm addmm baddbmm mv addmv dot vdot linear _cdist_forward addbmm")
 _PER_ITEM = ("conv", "max_pool", "avg_pool", "upsample", "grid_sampler", "native_group_norm")
 _PER_ITEM_NAMES = _names(
-    "im2col _convolution mkldnn_convolution cudnn_convolution thnn_conv2d slow_conv3d "
+    "im2col col2im affine_grid_generator max_unpool2d max_unpool3d nll_loss2d_forward "
+    "_convolution mkldnn_convolution cudnn_convolution thnn_conv2d slow_conv3d "
     "_thnn_fused_lstm_cell _thnn_fused_gru_cell _upsample_bilinear2d_aa _adaptive_avg_pool2d "
     "_adaptive_avg_pool3d fractional_max_pool2d"
 )
@@ -550,8 +561,8 @@ _MATRIX_NAMES = _names(
 )
 _BY_NAN = _names(
     "_cudnn_rnn miopen_rnn _trilinear scatter_add index_add _pdist_forward "
-    "scatter_reduce index_reduce embedding_dense_backward _segment_reduce segment_reduce "
-    "convolution_backward addr"
+    "scatter_reduce index_reduce masked_scatter embedding_dense_backward _segment_reduce "
+    "segment_reduce convolution_backward addr"
 )
 _LOSSES = _names(
     "binary_cross_entropy binary_cross_entropy_with_logits mse_loss huber_loss smooth_l1_loss "
@@ -563,8 +574,9 @@ _READS = _names("_local_scalar_dense equal is_nonzero item")
 
 @cache
 def _is_pointwise(packet: Any) -> bool:
-    """Return whether an operator is pointwise; not all of its overloads are tagged."""
-    overloads = (getattr(packet, name) for name in packet.overloads())
+    """Return whether an operator is pointwise; not all overloads and forms in place are tagged."""
+    base = getattr(torch.ops.aten, packet.__name__.rstrip("_"), packet)
+    overloads = (getattr(p, name) for p in (packet, base) for name in p.overloads())
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
@@ -986,7 +998,8 @@ class _Call:
                 if not isinstance(t, Tensor) or id(t) not in self.masks:
                     continue
                 batched = i == 0 or (
-                    self.name.startswith(("grid_sampler", "_thnn")) and t.shape[0] == count
+                    self.name.startswith(("grid_sampler", "_thnn", "nll_loss2d", "max_unpool"))
+                    and t.shape[0] == count
                 )
                 mask = self.masks[id(t)]
                 part = mask.flatten(2) if batched and mask.dim() > 2 else mask
