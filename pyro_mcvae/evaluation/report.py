@@ -192,10 +192,8 @@ class Report:
         for at most a twentieth of chains in white coordinates. It never holds if the effective
         sample size is below 10 for more than a twentieth of the weights.
         """
-        labellings = self.evidence.labellings
-        open_ended = labellings is not None and labellings.added is None
         bad = fraction(self.evidence.unreliable | self.evidence.few) > _FEW
-        return not (self.misses or open_ended or bad) and (
+        return not (self.misses or bad) and (
             bool(self.evidence.whitened) or _is_sure(self.evidence)
         )
 
@@ -235,11 +233,11 @@ class Report:
             return "Next: draws = refine(model, *args), which searches for modes."
         if self.misses:
             return "Next: train from other initial values, or a guide with several modes."
-        if n == 1 and not self.discrete:
-            return "Next: draws = refine(model, guide, *args)."
         if self.close:
             part = "one labelling of " if missing > _CLOSE else ""
             return f"The guide is close to {part}the posterior: the ELBO is tight enough."
+        if n == 1 and not self.discrete:
+            return "Next: draws = refine(model, guide, *args)."
         if self.discrete:
             return "Next: train with TraceRaoBlackwell_ELBO() or TraceIWAE_ELBO(num_particles=10)."
         loss = "TraceIWAE_ELBO(num_particles=10)"
@@ -283,22 +281,22 @@ class Report:
     def _verdicts(self) -> list[str]:
         """Return whether training, guide, draws and evidence can be used, and modes are missed."""
         sentences = [] if self.converged else [f"The {self.rise.text}."]
-        close = "is close to the posterior" if self.close else "is not close to the posterior"
-        sentences.append(f"Guide: it {close}.")
-        draws = "weights suffice" if self.reweights else "chains move them, see draws.verdict"
-        sentences.append(f"Draws of refine(model, guide, *args): {draws}.")
-        unless = ""
-        if not (self.checked_modes or isinstance(self.prior, str)):
-            unless = ", if no mode is missed"
-        evidence = f"it and its error can be trusted{unless}"
-        if not self.trusted:
-            evidence = "it is a lower bound, and its error may be much larger than printed"
-        modes = "modes that the guide misses would not be detected"
+        instead = "can" if self.close else "cannot"
+        sentences.append(f"The guide {instead} be used instead of the posterior.")
+        how = "can be used: weights suffice" if self.reweights else "need chains: see draws.verdict"
+        sentences.append(f"The draws of refine {how}.")
+        if self.trusted:
+            is_known = self.checked_modes or isinstance(self.prior, str)
+            unless = "" if is_known else ", if no mode is missed"
+            sentences.append(f"The evidence and its error can be trusted{unless}.")
+        else:
+            lower = "The evidence is a lower bound, and its error may be much larger than printed"
+            sentences.append(f"{lower}.")
         if self.misses:
-            modes = "the guide misses a part of the posterior, such as a mode"
-        elif self.checked_modes:
-            modes = "chains from the prior find none that the guide misses"
-        return [*sentences, f"Evidence: {evidence}.", f"Modes: {modes}."]
+            return [*sentences, "The guide misses a part of the posterior, such as a mode."]
+        if self.checked_modes:
+            return [*sentences, "Chains from the prior find no modes that the guide misses."]
+        return [*sentences, "Modes that the guide misses would not be detected."]
 
 
 def report(

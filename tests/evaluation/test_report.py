@@ -75,7 +75,9 @@ def test_advice():
 @pytest.mark.parametrize("cls", [ConjugateGaussian, HierarchicalGaussian])
 def test_it_prints(cls):
     exact = cls()
-    result = report(exact.model, exact.guide, num_particles=200, check_modes=False, run_chains=False)
+    result = report(
+        exact.model, exact.guide, num_particles=200, check_modes=False, run_chains=False
+    )
     text = str(result)
     for part in ("ELBO", "log evidence", "gap", "Pareto k", "ESS"):
         assert part in text
