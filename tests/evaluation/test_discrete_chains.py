@@ -108,9 +108,9 @@ def test_the_evidence_of_simulated_data_lies_between():
     assert -0.05 < result.mean_gap < 0.15
 
 
-def test_a_report_escalates():
+def test_a_report_of_discrete_latents_takes_chains():
     program = PROGRAMS["labels"]
     result = report(program.model, program.guide, num_particles=300, schedule=10, warmup=4, seed=0)
-    assert result.chains
+    assert result.chains is not None
     evidence = program.evidence().detach()
     assert (result.evidence.log_evidence - evidence).abs().max() < 0.2
