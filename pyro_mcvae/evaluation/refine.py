@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
+from pyro_mcvae.evaluation.continuation import continue_training
 from pyro_mcvae.evaluation.ensemble import Ensemble, Verdict, normal_scores, split_r_hat
 from pyro_mcvae.evaluation.laplace import FlatGuide, LogDensity, find_modes, latents_masked
 from pyro_mcvae.evaluation.options import (
@@ -365,18 +366,23 @@ def _automatic(programs: Programs, settings: Options, num_samples: int) -> Poste
     draws = _refined_draws(programs, settings, num_samples, 0, False)
     if draws.verdict.trusted:
         return draws
+    with weights_of(programs, settings):
+        rise = continue_training(programs, draws.pareto_k.numel())
     try:
         if draws.pareto_k.numel() == 1 and settings.joint is not False:
-            return _by_ensemble(programs, settings, num_samples, draws)
-        kernel = HMC(num_leapfrog=5, jitter=0.3)
-        chains = replace(settings, schedule=DEFAULT_STEPS, kernel=kernel, num_particles=1)
-        chains = replace(chains, coordinates="whitened")
-        return _refined_draws(programs, chains, num_samples, _TRANSITIONS, False)
+            draws = _by_ensemble(programs, settings, num_samples, draws)
+        else:
+            kernel = HMC(num_leapfrog=5, jitter=0.3)
+            chains = replace(settings, schedule=DEFAULT_STEPS, kernel=kernel, num_particles=1)
+            chains = replace(chains, coordinates="whitened")
+            draws = _refined_draws(programs, chains, num_samples, _TRANSITIONS, False)
     except (ValueError, NotImplementedError) as error:  # such as for discrete sites of the guide
         reason = f"chains cannot move them ({first_line(error)})"
         reasons = (*draws.verdict.reasons, reason)
         draws.verdict = replace(draws.verdict, reasons=reasons)
-        return draws
+    if rise.is_large:
+        draws.verdict = replace(draws.verdict, method=f"{draws.verdict.method}; {rise.text}")
+    return draws
 
 
 def _by_ensemble(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import HMC
@@ -219,7 +218,7 @@ class Report:
         Return whether the training has converged: 100 more steps do not raise the ELBO by 0.1 nats
         per weight, and by three errors. It holds if this was not checked.
         """
-        return not self.rise.exceeds(_CLOSE * self.gap.numel())
+        return not self.rise.is_large
 
     @property
     def advice(self) -> str:
@@ -387,9 +386,9 @@ def report(
         )
         if not isinstance(prior, str) and _finds_more(prior, evidence):
             evidence = prior
-        own = plain.log_evidence.numel() == 1 or isinstance(guide, AutoGuide)
-        checks = own and not weights.loops if check_training is None else check_training
-        rise = continue_training(programs) if checks else NOT_CHECKED
+        if check_training is None and weights.loops:
+            check_training = False
+        rise = continue_training(programs, plain.log_evidence.numel(), check_training)
         return Report(evidence, plain, weights.discrete, prior, chains, no_chains, rise)
 
 
