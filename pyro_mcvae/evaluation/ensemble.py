@@ -17,10 +17,11 @@ from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k
 
 # Number of chains. Transitions of a window of the warm-up, the fewest windows and the most. Numbers
-# of transitions at which the draws are checked. The length of a trajectory, and the most leapfrog
+# of transitions at which the draws are checked, and from which on the chains stop if errors are not
+# small enough after the largest number. The length of a trajectory, and the most leapfrog
 # steps.
 _CHAINS, _MOVES, _FEWEST_WINDOWS, _MOST_WINDOWS = 100, 4, 6, 40
-_CHECKED = 20, 40, 80, 160, 320
+_CHECKED, _HOPELESS = (20, 40, 80, 160, 320), 80
 _LENGTH, _MOST_STEPS = 2.0, 32
 # First positions are moved towards their mode, at most so often, until their density is at most so
 # many nats lower than expected. The largest change of the logarithm of the step size over three
@@ -214,7 +215,9 @@ class Ensemble:
                 self._positions.append(self._mean + state.position @ self._factor.mT)
                 self._densities.append(state.log_weight)
                 self._acceptances.append(info.acceptance)
-            if not (reasons := self._check(num_samples)):
+            reasons = self._check(num_samples)
+            needed = checked * self.excess**2
+            if not reasons or (checked >= _HOPELESS and needed > 2 * _CHECKED[-1]):
                 break
         return reasons
 
@@ -258,6 +261,7 @@ class Ensemble:
         self.r_hat, self.acceptance = float(r_hats.max()), acceptance
         self.size = float(torch.stack(sizes).min())
         self.k = float(pareto_k(torch.cat(self._log_weights)))
+        self.excess = max(float(e.max()) for e in errors) / _ERROR
         reasons = []
         checks = (
             (r_hats, _R_HAT, "R-hat of {} is {:.2f}: chains from different starts disagree"),
