@@ -31,7 +31,8 @@ _SHRINKS, _LOW, _STEADY = 20, 10.0, 0.2
 # of a standard deviation. The largest distance of a chain from the others, in standard deviations
 # of the means of chains. The smallest acceptance of a chain.
 _R_HAT, _ERROR, _AWAY, _SLOW = 1.02, 0.055, 8.0, 0.1
-# Fewer draws are checked as so many: they are from the same chains, but have larger errors.
+# Fewer draws are checked as so many: they are from the same chains, but have larger errors. The
+# errors of chains are limited, and those of draws that are selected from them by 1.4 times as much.
 _FEWEST = 1000
 
 
@@ -251,8 +252,8 @@ class Ensemble:
         deviations = (values - values.mean((0, 1))) / values.std((0, 1)).clamp_min(1e-300)
         squares = deviations.square()
         sizes = [effective_sample_size(x, 0, 1).nan_to_num(0.0) for x in (deviations, squares)]
-        least = [size.clamp(1.0, max(num_samples, _FEWEST)) for size in sizes]
-        errors = least[0].rsqrt(), 0.5 * squares.std((0, 1)) * least[1].rsqrt()
+        least = [size[:-1].clamp(1.0, 2 * max(num_samples, _FEWEST)) for size in sizes]
+        errors = least[0].rsqrt(), 0.5 * squares.std((0, 1))[:-1] * least[1].rsqrt()
         z = normal_scores(deviations)
         r_hats = split_r_hat(z, squares)
         of_chains = z.mean(1)

@@ -473,16 +473,10 @@ def _refined_draws(
     )
     bad = int((draws.pareto_k > _HEAVY).sum())
     if bad and warn:
-        remedy = "Use chains (schedule=10, coordinates='whitened')"
-        if annealing is not None:
-            remedy = "Use coordinates='whitened' or more steps (report prints how many)"
-            if settings.coordinates == "whitened":
-                remedy = f"Use more steps (schedule={4 * (len(annealing.betas) - 1)})"
         warnings.warn(
-            f"the Pareto k of the weights is above 0.7 for {bad} of {draws.pareto_k.numel()} "
-            f"posteriors (largest {float(draws.pareto_k.max()):.2f}): draws may miss the same "
-            f"regions as the guide. {remedy}, or make the latents of the model independent a "
-            f"priori",
+            f"the Pareto k of the weights is above {_HEAVY} for {bad} of {k.numel()} posteriors "
+            f"(largest {float(k.max()):.2f}): draws may miss the same regions as the guide. Leave "
+            f"out all options but num_samples, so that refine chooses chains, or use more steps",
             stacklevel=3,
         )
     return draws

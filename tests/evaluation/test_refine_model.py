@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
 
 from pyro_mcvae import HMC, refine
 from pyro_mcvae.evaluation import ensemble
@@ -234,6 +235,22 @@ def test_weights_of_a_good_guide_suffice():
     moved = refine(exact.model, exact.guide, seed=0)
     assert moved.verdict.method == "draws of the guide, moved by chains"
     assert_near(moved["z"], *exact.posterior())
+
+
+def test_a_guide_whose_training_has_not_converged_is_named():
+    y = torch.full((20,), 8.0)
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 10.0))
+        pyro.sample("y", dist.Normal(z, 1.0).expand([20]).to_event(1), obs=y)
+
+    guide = AutoNormal(model)
+    guide()
+    draws = refine(model, guide, seed=0)
+    assert "training has not converged: the bound rises by" in draws.verdict.method
+    assert draws.verdict.trusted  # chains do not need the guide
+    precision = 20 + 0.01
+    assert_near(draws["z"], y.sum() / precision, torch.tensor(precision**-0.5))
 
 
 def test_nothing_is_changed():

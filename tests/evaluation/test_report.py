@@ -502,7 +502,7 @@ def test_unreliable_chains_are_named_also_for_one_candidate():
     def guide():
         pyro.sample("z", dist.Normal(0.0, 0.3))
 
-    with pytest.warns(UserWarning, match="coordinates='whitened' or more steps"):
+    with pytest.warns(UserWarning, match="Leave out all options but num_samples"):
         refine(model, guide, num_samples=100, num_particles=1, schedule=2, kernel=HMC(0.01))
 
 
