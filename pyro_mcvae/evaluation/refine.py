@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, first_line, plate_frames
+
+_logger = logging.getLogger(__name__)
 
 # Posterior draws, with diagnostics.
 
@@ -313,9 +316,9 @@ def refine(
         guide, for discrete latents that the model does not enumerate, and for a density that is
         zero at all starts.
 
-    With options, a warning is issued if :math:`\hat k` of the weights is above 0.7. With one
-    candidate per draw this means that the chains, not only their selection, miss a part of the
-    posterior.
+    Draws without options that cannot be trusted are logged. With options, a warning is issued if
+    :math:`\hat k` of the weights is above 0.7. With one candidate per draw this means that the
+    chains, not only their selection, miss a part of the posterior.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -343,18 +346,20 @@ def refine(
     settings = make_options("refine", options, num_particles=_CANDIDATES)
     chosen = [n for n in _OF_CHAINS if options.get(n) is not None]
     chosen += ["num_transitions"] * (num_transitions > 0)
-    if guide is not None:
-        programs = make_programs(model, cast("Program", guide), args, model_kwargs)
-        if chosen:
-            return _refined_draws(programs, settings, num_samples, num_transitions, True)
-        return _automatic(programs, settings, num_samples)
-    if chosen:
+    if guide is None and chosen:
         raise ValueError(
             f"{chosen[0]} refines the draws of a guide, but there is none: call "
             f"refine(model, guide, *args), or leave {chosen[0]} out"
         )
-    programs = make_programs(model, model, args, model_kwargs)
-    return _by_ensemble(programs, settings, num_samples)
+    second = model if guide is None else cast("Program", guide)
+    programs = make_programs(model, second, args, model_kwargs)
+    if chosen:
+        return _refined_draws(programs, settings, num_samples, num_transitions, True)
+    draw = _by_ensemble if guide is None else _automatic
+    draws = draw(programs, settings, num_samples)
+    if not draws.verdict.trusted:
+        _logger.warning("%s", draws.verdict)
+    return draws
 
 
 # The options that say how draws of a guide are refined.
