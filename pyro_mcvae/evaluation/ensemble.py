@@ -248,8 +248,11 @@ class Ensemble:
         begin = len(self._positions) - positions.shape[1]
         log_density = torch.stack(self._densities[begin:], 1).unsqueeze(-1)
         values = torch.cat([values, log_density], -1)
-        names = [*names, "log density"]
-        deviations = (values - values.mean((0, 1))) / values.std((0, 1)).clamp_min(1e-300)
+        mean, sd = values.mean((0, 1)), values.std((0, 1))
+        varies = sd > 4 * torch.finfo(sd.dtype).eps * mean.abs()  # unlike zeros of a factor
+        varies[-1] = True
+        names = [n for n, v in zip([*names, "log density"], varies.tolist(), strict=True) if v]
+        deviations = ((values - mean) / sd.clamp_min(1e-30))[..., varies]
         squares = deviations.square()
         sizes = [effective_sample_size(x, 0, 1).nan_to_num(0.0) for x in (deviations, squares)]
         least = [size[:-1].clamp(1.0, 2 * max(num_samples, _FEWEST)) for size in sizes]
