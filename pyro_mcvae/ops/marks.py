@@ -531,8 +531,9 @@ _STEPS = _names("round floor ceil trunc fix sign sgn heaviside floor_divide")
 _CORNERS = _names(
     "abs relu clamp clamp_min clamp_max maximum minimum fmax fmin max min amax amin sort topk "
     "median nanmedian mode kthvalue cummax cummin leaky_relu hardtanh hardsigmoid hardswish "
-    "hardshrink softshrink threshold prelu _prelu_kernel rrelu_with_noise elu max_pool2d_with_indices "
-    "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d"
+    "hardshrink softshrink threshold prelu _prelu_kernel rrelu_with_noise elu "
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d "
+    "fractional_max_pool2d"
 )
 # Results depend on the shape, dtype or device of their inputs only.
 _OPTIONS = _names(
