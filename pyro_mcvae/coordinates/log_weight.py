@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -303,6 +303,11 @@ class LogWeight:
         traces = [run.guide_trace for run in self.first.sample.runs]
         drawn = [site["fn"] for trace in traces for site in scored(trace)]
         return [validation_enabled(False), unvalidated(drawn)]
+
+    def found_once(self, key: tuple[Hashable, ...], find: Callable[[], object]) -> object:
+        """Return a finding about programs of this structure, made once for each analysis."""
+        key = *key, self.first.sample.runs[0].signature
+        return self._sampler.analyses.of(self.programs).cached(key, find)
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
