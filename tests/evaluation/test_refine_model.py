@@ -95,8 +95,9 @@ def test_two_modes_are_both_reported_with_their_masses():
 
 @pytest.fixture
 def briefly(monkeypatch):
-    """Run at most forty transitions."""
+    """Run at most forty transitions, after a short warm-up."""
     monkeypatch.setattr(ensemble, "_CHECKED", (20, 40))
+    monkeypatch.setattr(ensemble, "_MOST_WINDOWS", 8)
 
 
 def test_modes_that_do_not_mix_are_not_trusted(briefly):
