@@ -15,7 +15,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, is_due, perturbed
+from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, perturbed
 from pyro_mcvae.compiled.recording import (
     Args,
     Call,
@@ -28,7 +28,7 @@ from pyro_mcvae.compiled.recording import (
 )
 from pyro_mcvae.compiled.tracer import NotRecordable
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
-from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.ops.tensors import Generators, is_due
 from pyro_mcvae.programs.contract import LossModule
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.types import Program, first_line

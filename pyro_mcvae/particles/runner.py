@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -226,7 +227,7 @@ class Runner:
             densities change with leading dims. The message names the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        with rewindable(not self._has_run or self._is_new(execution)) as rewind:
+        with rewindable(not self._has_run or self.analyses.may_repeat(execution.key)) as rewind:
             while True:
                 try:
                     return self._attempt(execution, self._layout(execution, count, shared))
@@ -272,7 +273,10 @@ class Runner:
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         """Return a run, and whether one of its form was checked before."""
         try:
-            run = execution.execute(layout)
+            kind = layout.count is None, layout.mode, layout.sums, execution.compared is None
+            run = self.analyses.run(execution.key, kind, partial(execution.execute, layout))
+            if run is None:
+                raise _RepeatError(layout.shared)
             checked = self._is_known(execution.key, run, layout.shared)
             if not checked and execution.compared is None:
                 self._check_contract(execution, layout, run)
@@ -457,9 +461,6 @@ class Runner:
         else:
             run = single_run(execution.compared)
         return replace(run, nesting=self._nesting(execution))
-
-    def _is_new(self, execution: Execution) -> bool:
-        return not is_recording() and self.analyses.of(execution.key).is_new
 
     @property
     def _is_open(self) -> bool:

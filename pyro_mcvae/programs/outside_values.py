@@ -43,11 +43,12 @@ class ExecutedCode:
     """
     The code of all functions that are called inside a ``with`` statement.
 
-    :ivar codes: by id; None if another profiler is active.
+    :param unknown: whether any function may be executed.
+    :ivar codes: by id; None if unknown, or if another profiler is active.
     """
 
-    def __init__(self) -> None:
-        self.codes: dict[int, CodeType] | None = {}
+    def __init__(self, unknown: bool = False) -> None:
+        self.codes: dict[int, CodeType] | None = None if unknown else {}
         self._names: frozenset[str] | None = None
 
     def __enter__(self) -> ExecutedCode:
@@ -176,9 +177,9 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
-def _is_same(now: Any, then: Any) -> bool:
+def _is_same(now: Any, then: Any, tensors: bool = True) -> bool:
     """Return whether two values are equal; AutoGuides, for example, remake plates at each step."""
-    if now is then:
+    if now is then or (not tensors and isinstance(now, Tensor) and isinstance(then, Tensor)):
         return True
     if type(now) is not type(then):
         return False
@@ -243,12 +244,16 @@ class Dependencies:
             names |= dependencies._named  # functions are reached by attributes, named in functions
         return dependencies
 
-    def changed(self) -> Entry | None:
-        """Return the first entry whose value has changed."""
+    def changed(self, tensors: bool = True) -> Entry | None:
+        """
+        Return the first entry whose value has changed.
+
+        :param tensors: whether another tensor in the place of a tensor counts as a change.
+        """
         # This runs at every step. It compares by identity first, and by value only if that fails.
         for entry in self.entries:
             now = entry[0](entry[1])
-            if now is not entry[2] and not _is_same(now, entry[2]):
+            if now is not entry[2] and not _is_same(now, entry[2], tensors):
                 return entry
         return None
 
