@@ -42,7 +42,7 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms
 from pyro_mcvae.programs.types import LeadingDimsError, SiteError
 from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.cache import Analyses
+from pyro_mcvae.structure.cache import HOW_RUNS, Analyses
 from pyro_mcvae.structure.finder import without_auxiliary
 
 # The requested execution, and the layout of its leading dims.
@@ -141,7 +141,7 @@ def not_executed(layout: Layout) -> Run:
 
 _logger = logging.getLogger(__name__)
 
-_MODE, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)
+_MODE, _NESTING, _SUMS = ((kind,) for kind in HOW_RUNS)
 _AT_ONCE = Mode.BATCHED, Mode.MAPPED, Mode.BOTH_MAPPED
 _IN_WORDS = {
     Mode.BATCHED: "in a leading dim",

@@ -24,6 +24,9 @@ _MAX_PAIRS, _MAX_ANALYSES, _MAX_STATES = 8, 1024, 4
 # The number of findings in an analysis; the oldest are dropped, for runs with many sizes.
 _MAX_FINDINGS = 1024
 
+# Findings about how several particles run, which a run needs before its fingerprint is known.
+HOW_RUNS = ("way", "nesting", "sums")
+
 T = TypeVar("T")
 
 # The key of a finding: its kind, then its subject.
@@ -34,19 +37,28 @@ class Analysis:
     """
     The findings about one model and guide that execute the same operations.
 
-    :param before: the analysis that this one replaces.
+    :param before: the analysis that this one replaces, if it is of the same operations.
+    :param is_unsure: whether this is still to be found out. Then a use at which no fresh analysis
+        is due has the same findings, and any other one the same vectorization.
     :ivar fingerprint: of the first run of each use; None before its first run.
     :ivar unsure: the number of uses that needed a fingerprint, since something had changed.
     """
 
-    def __init__(self, before: Analysis | None = None) -> None:
-        self.uses: int = 1 if before is None else before.uses
+    def __init__(self, before: Analysis | None = None, is_unsure: bool = False) -> None:
+        self.uses: int = 1 if before is None else before.uses + 1
         self.fingerprint: int | None = None if before is None else before.fingerprint
-        self.unsure: int = 0 if before is None else before.unsure
+        self.unsure: int = is_unsure + (0 if before is None else before.unsure)
         self._findings: dict[Key, Any] = {}
         self._before = {} if before is None else before._findings
         self._since = self.uses
         self._replaced = 0 if before is None else self.uses - before._since
+        if before is not None and is_unsure:
+            fresh = is_due(self.uses)
+            findings = self._before.items()
+            self._findings = {k: v for k, v in findings if k[0] in HOW_RUNS or not fresh}
+            if not fresh:
+                self._before, self._since = before._before, before._since
+                self._replaced = before._replaced
 
     @property
     def is_new(self) -> bool:
@@ -146,18 +158,13 @@ class _Pair:
             return _Use(self, Analysis(), is_recording(), False)
         if watch is None and is_recording():
             raise OutdatedAnalysisError
-        analysis = (
-            next(reversed(self._analyses.values()))
-            if watch is None
-            else self._analyses.pop(watch.fingerprint)
-        )
-        if not is_recording():
-            analysis.uses += 1
-            if is_due(analysis.uses):
-                analysis = Analysis(analysis)
-        self._keep(analysis)
-        is_known = is_recording() or (watch is not None and not analysis.is_new)
-        return _Use(self, analysis, is_known, watch is not None)
+        fingerprint = next(reversed(self._analyses)) if watch is None else watch.fingerprint
+        analysis = self._analyses[fingerprint]
+        if watch is not None and (is_recording() or not is_due(analysis.uses + 1)):
+            analysis.uses += not is_recording()
+            self._keep(analysis)
+            return _Use(self, analysis, True, True)
+        return _Use(self, Analysis(analysis, watch is None), False, watch is not None)
 
     def end(self, use: _Use, fingerprint: int, watch: _Watch | None, key: Hashable) -> bool:
         """Return whether a run of a use has executed what its analysis was made for."""
@@ -173,7 +180,7 @@ class _Pair:
                 self._watches[key] = watches[:_MAX_STATES]
                 _drop_first(self._watches)
             return True
-        other = self._analyses.pop(fingerprint, None)
+        other = self._analyses.get(fingerprint)
         use.analysis, use.is_known = other or Analysis(), other is not None
         if other is not None:
             other.uses += 1
@@ -244,7 +251,6 @@ class Analyses:
         seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
         # Before the first run it is not known which functions are executed.
         known = use.pair.read or Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
-        use.analysis.unsure += not use.is_covered
         collects = use.analysis.is_new or is_due(use.analysis.unsure)
         constants = [*call.objects, *(entry.get(entry.key) for entry in known.entries)]
         generators = GeneratorStates(known) if collects else None
