@@ -26,13 +26,14 @@ _READS = {
     *("tolist", "numpy", "__array__", "equal", "allclose", "is_nonzero"),
     *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"),
 }
-# Functions whose numbers are values, such as the coefficient of a schedule, and not positions.
+# Functions whose numbers are values, such as the coefficient of a schedule, and move nothing.
 _POINTWISE = {
     *("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "subtract", "multiply"),
     *("radd", "rsub", "rmul", "rdiv", "rtruediv", "rfloordiv", "rmod", "rpow", "iadd", "isub"),
     *("imul", "idiv", "itruediv", "ipow", "divide", "true_divide", "floor_divide", "remainder"),
     *("fmod", "float_power", "lt", "le", "gt", "ge", "eq", "ne", "less", "greater", "clamp"),
     *("clip", "clamp_min", "clamp_max", "fill", "full_like", "new_full", "where", "masked_fill"),
+    *("expand", "broadcast_to"),  # their sizes are those of plates and particles
 }
 # PyTorch's Python functions around an operator.
 _AROUND = ("overrides.py", "_tensor.py", "functional.py")
@@ -122,6 +123,12 @@ class Fingerprint(Messenger):
         super().__exit__(*error)
 
     def _process_message(self, msg: Message) -> None:
+        # This handler is the innermost one: outer ones have not yet expanded the distribution.
+        if msg["type"] == "sample" and isinstance(msg["fn"], Distribution):
+            about: list[object] = ["site", msg["name"]]
+            observed = msg["value"] if msg["is_observed"] else ()
+            tensors = _describe(msg["fn"], about) + _tensors(observed)
+            self._operations.append(_Operation(tuple(about), self._numbers_of(tensors), []))
         self._handling += 1
 
     def _postprocess_message(self, msg: Message) -> None:
@@ -129,12 +136,8 @@ class Fingerprint(Messenger):
         if msg["type"] == "param":
             self._constants.update(id(t) for t in _tensors(msg["value"]))
             self._outside += _tensors(msg["value"])
-        elif msg["type"] == "sample" and isinstance(msg["fn"], Distribution):
-            about: list[object] = ["site", msg["name"]]
-            tensors = _tensors([*_describe(msg["fn"], about), msg["value"]])
-            self._operations.append(_Operation(tuple(about), self._numbers_of(tensors), []))
-            if is_written(type(msg["fn"])) and isinstance(msg["value"], Tensor):
-                msg["fn"].log_prob(msg["value"])  # its operations are those of the program
+        elif is_written(type(msg["fn"])) and isinstance(msg["value"], Tensor):
+            msg["fn"].log_prob(msg["value"])  # its operations are those of the program
 
     def add(self, func: TorchFunction, args: Any, result: Any, caller: FrameType) -> None:
         """Add an operation of the program."""

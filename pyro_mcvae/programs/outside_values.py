@@ -502,7 +502,7 @@ def _named(
     space: dict[str, object], name: str, keys: Iterable[str] | None = None
 ) -> Iterator[Entry]:
     for key in list(space if keys is None else keys):
-        yield Entry(space.get, key, space[key], name.format(key))
+        yield Entry(space.get, key, space[key], name.replace("{}", str(key)))
 
 
 def _is_datum(value: object) -> bool:

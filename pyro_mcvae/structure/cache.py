@@ -152,8 +152,10 @@ class _Pair:
 
     def begin(self, call: Call) -> _Use:
         """Return the analysis of a call, or the most recent one if something has changed."""
-        watches = (w for w in self._watches.get(call.key, ()) if w.fingerprint in self._analyses)
+        watches = [w for w in self._watches.get(call.key, ()) if w.fingerprint in self._analyses]
         watch = next((w for w in watches if w.covers(call)), None)
+        if is_recording() and len({w.fingerprint for w in watches}) == 1:
+            watch = watches[0]  # nothing has changed since the uncompiled step before it
         if not self._analyses:
             return _Use(self, Analysis(), is_recording(), False)
         if watch is None and is_recording():
