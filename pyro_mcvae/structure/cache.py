@@ -133,12 +133,14 @@ class _Use:
 
     :ivar is_known: whether it executes what the analysis was made for.
     :ivar is_covered: whether nothing that it reads has changed.
+    :ivar has_run: whether its runs have had their fingerprint taken.
     """
 
     pair: _Pair
     analysis: Analysis
     is_known: bool
     is_covered: bool
+    has_run: bool = False
 
 
 class _Pair:
@@ -148,32 +150,39 @@ class _Pair:
         self.programs = pair
         self._analyses: dict[int, Analysis] = {}  # the most recent is the last
         self._watches: dict[Hashable, list[_Watch]] = {}
+        self._last: _Use | None = None
         self.read: Dependencies | None = None  # by the last run that was watched
 
     def begin(self, call: Call) -> _Use:
         """Return the analysis of a call, or the most recent one if something has changed."""
+        last, self._last = self._last, None
+        if last is not None and not (last.is_known or last.has_run):
+            # Its runs were made elsewhere, so that only fresh analyses notice changes.
+            self.end(last, last.analysis.fingerprint or 0, None, None)
         watches = [w for w in self._watches.get(call.key, ()) if w.fingerprint in self._analyses]
         watch = next((w for w in watches if w.covers(call)), None)
-        if is_recording() and len({w.fingerprint for w in watches}) == 1:
+        if is_recording() and watches and len({w.fingerprint for w in watches}) == 1:
             watch = watches[0]  # nothing has changed since the uncompiled step before it
         if not self._analyses:
-            return _Use(self, Analysis(), is_recording(), False)
-        if watch is None and is_recording():
+            self._last = _Use(self, Analysis(), is_recording(), False)
+            return self._last
+        if watch is None and is_recording() and len(self._analyses) > 1:
             raise OutdatedAnalysisError
         fingerprint = next(reversed(self._analyses)) if watch is None else watch.fingerprint
         analysis = self._analyses[fingerprint]
-        if watch is not None and (is_recording() or not is_due(analysis.uses + 1)):
+        if is_recording() or (watch is not None and not is_due(analysis.uses + 1)):
             analysis.uses += not is_recording()
             self._keep(analysis)
             return _Use(self, analysis, True, True)
-        return _Use(self, Analysis(analysis, watch is None), False, watch is not None)
+        self._last = _Use(self, Analysis(analysis, watch is None), False, watch is not None)
+        return self._last
 
     def end(self, use: _Use, fingerprint: int, watch: _Watch | None, key: Hashable) -> bool:
         """Return whether a run of a use has executed what its analysis was made for."""
         analysis = use.analysis
         # A change of something that is not watched makes a new analysis, with a warning.
         surprise = analysis.is_new and use.is_covered
-        if analysis.fingerprint in (None, fingerprint) or surprise:
+        if analysis.fingerprint in (None, 0, fingerprint) or surprise:
             self._analyses.pop(cast("int", analysis.fingerprint), None)
             analysis.fingerprint, use.is_known = fingerprint, True
             self._keep(analysis)
@@ -253,7 +262,8 @@ class Analyses:
         seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
         # Before the first run it is not known which functions are executed.
         known = use.pair.read or Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
-        collects = use.analysis.is_new or is_due(use.analysis.unsure)
+        use.has_run = True
+        collects = use.pair.read is None or use.analysis.is_new or is_due(use.analysis.unsure)
         constants = [*call.objects, *(entry.get(entry.key) for entry in known.entries)]
         generators = GeneratorStates(known) if collects else None
         with seen.of_run(), executed if collects else nullcontext():
