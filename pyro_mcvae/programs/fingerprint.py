@@ -82,6 +82,7 @@ class Fingerprint(Messenger):
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._outside: list[Tensor] = []  # number -1 - i, for tensors that no operation returned
         self._constants: set[int] = set()
+        self._draws: set[int] = set()
         self._count = 0
         self._handling = 0
 
@@ -102,14 +103,17 @@ class Fingerprint(Messenger):
         """
         known = self._constants.union(map(id, constants))
         fixed = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in known}
+        drawn = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in self._draws}
         trail: list[object] = []
         for what, inputs, outputs, decides in self._operations:
+            if not drawn.isdisjoint(inputs):
+                drawn.update(outputs)
+                if decides:
+                    break
+            self.reads |= decides
             if inputs == [n for n in inputs if n in fixed] and what[0] != "site":
                 fixed.update(outputs)
-                self.reads |= decides
-            elif decides:
-                break
-            else:
+            elif not decides:
                 trail.append((what, *(None if n in fixed else n for n in inputs)))
         return hash(tuple(trail))
 
@@ -125,7 +129,7 @@ class Fingerprint(Messenger):
     def _process_message(self, msg: Message) -> None:
         # This handler is the innermost one: outer ones have not yet expanded the distribution.
         if msg["type"] == "sample" and isinstance(msg["fn"], Distribution):
-            about: list[object] = ["site", msg["name"]]
+            about: list[object] = ["site"]  # names may be those of a minibatch
             observed = msg["value"] if msg["is_observed"] else ()
             tensors = _describe(msg["fn"], about) + _tensors(observed)
             self._operations.append(_Operation(tuple(about), self._numbers_of(tensors), []))
@@ -136,7 +140,10 @@ class Fingerprint(Messenger):
         if msg["type"] == "param":
             self._constants.update(id(t) for t in _tensors(msg["value"]))
             self._outside += _tensors(msg["value"])
-        elif is_written(type(msg["fn"])) and isinstance(msg["value"], Tensor):
+            return
+        if not msg["is_observed"] and isinstance(msg["fn"], Distribution):  # not a minibatch
+            self._draws.update(id(t) for t in _tensors(msg["value"]))
+        if is_written(type(msg["fn"])) and isinstance(msg["value"], Tensor):
             msg["fn"].log_prob(msg["value"])  # its operations are those of the program
 
     def add(self, func: TorchFunction, args: Any, result: Any, caller: FrameType) -> None:
