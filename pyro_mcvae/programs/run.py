@@ -9,7 +9,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
@@ -24,6 +23,7 @@ from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
 from pyro_mcvae.programs.fingerprint import observer
 from pyro_mcvae.programs.isolation import owners_of
+from pyro_mcvae.programs.outside_values import numpy
 from pyro_mcvae.programs.messengers import (
     ALONE,
     Leading,
