@@ -23,7 +23,6 @@ from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
 from pyro_mcvae.programs.fingerprint import observer
 from pyro_mcvae.programs.isolation import owners_of
-from pyro_mcvae.programs.outside_values import numpy
 from pyro_mcvae.programs.messengers import (
     ALONE,
     Leading,
@@ -33,6 +32,7 @@ from pyro_mcvae.programs.messengers import (
     Recorder,
     Substitutes,
 )
+from pyro_mcvae.programs.outside_values import numpy
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.terms import (
     SiteForm,
