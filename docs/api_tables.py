@@ -11,7 +11,7 @@ import inspect
 import re
 from pathlib import Path
 
-__all__ = ["summary", "with_tables", "without_tables"]
+__all__ = ["summary", "with_references", "with_tables", "without_tables"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -31,8 +31,23 @@ def summary(value: object) -> str:
 
 
 def without_tables(text: str) -> str:
-    """Return a page as Sphinx reads it."""
+    """Return a page without its tables."""
     return _TABLE.sub("", text)
+
+
+def with_references(text: str) -> str:
+    """Return a page as Sphinx reads it: the names in its tables link to the entries below."""
+    entries, module = {}, "pyro_mcvae"
+    for directive, name in re.findall(r"^\.\. (\w+):: ([\w.]+)", text, re.M):
+        if directive == "currentmodule":
+            module = name
+        else:
+            entries[name.rpartition(".")[2]] = name if "." in name else f"{module}.{name}"
+
+    def linked(match: re.Match[str]) -> str:
+        return f"| {{py:obj}}`~{entries[match[1]]}` |" if match[1] in entries else match[0]
+
+    return re.sub(r"^\| \[`(\w+)`\]\([^)]*\.py\) \|", linked, text, flags=re.M)
 
 
 def with_tables(text: str) -> str:

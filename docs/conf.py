@@ -5,13 +5,14 @@ import inspect
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-from api_tables import summary, without_tables  # noqa: E402
+from api_tables import summary, with_references  # noqa: E402
 
 project = "pyro-mcvae"
 author = "the pyro-mcvae contributors"
@@ -20,6 +21,7 @@ release = importlib.metadata.version("pyro-mcvae")
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -39,6 +41,23 @@ mathjax_path = "tex-svg.js"
 carrier = importlib.metadata.distribution("sphinx-mathjax-offline")  # of MathJax 3.2.2
 carried = carrier.locate_file(f"sphinx-mathjax-offline/static/mathjax/{mathjax_path}")
 html_static_path = ["_static", str(carried)]
+
+# Inventories with the names that the pages use, so that the build needs no network.
+intersphinx_mapping = {
+    name: (address, str(HERE / "inventories" / f"{name}.inv"))
+    for name, address in {
+        "pyro": "https://docs.pyro.ai/en/stable/",
+        "python": "https://docs.python.org/3/",
+        "torch": "https://docs.pytorch.org/docs/stable/",
+    }.items()
+}
+
+# Parts of the package without an entry: internals that docstrings name.
+nitpick_ignore_regex = [
+    (r"py:\w+", r"(\w+\.)*(Beginning|Evaluation|GradientMode|Labellings|WeightedParticles)"),
+    (r"py:\w+", r"(\w+\.)*(LeadingDimsError|bounds|coordinate_of|estimate|gradients|guide_elbo)"),
+    (r"py:\w+", r"(\w+\.)*(loss|model_log_prob|posterior|smoothing)"),
+]
 
 # The notebooks are committed with their outputs.
 nb_execution_mode = "off"
@@ -62,19 +81,45 @@ def copy_notebooks() -> None:
     names = []
     for path in sorted((ROOT / "tutorials").glob("[0-9]*.ipynb")):
         text = path.read_text(encoding="utf-8").replace("](../docs/", "](../")
+        text = re.sub(r"\[(\w+)\]\(\w+\.py\)", r"`\1.py`", text)
         (target / path.name).write_text(text, encoding="utf-8")
         names.append(path.stem)
     toctree = "\n".join(["```{toctree}", ":maxdepth: 1", "", *names, "```"])
     introduction = (ROOT / "tutorials" / "README.md").read_text(encoding="utf-8")
     introduction = introduction.replace("](../docs/", "](../")
+    introduction = re.sub(r"\[(`\w+\.py`)\]\(\w+\.py\)", r"\1", introduction)
     hidden = toctree.replace(":maxdepth: 1", ":hidden:")
     (target / "index.md").write_text(f"{introduction}\n{hidden}\n", encoding="utf-8")
 
 
 def read_in_place(app, docname: str, source: list[str]) -> None:
     """Point links to the tutorials' folder at the copies."""
-    text = without_tables(source[0]).replace("](../tutorials/README.md)", "](tutorials/index.md)")
+    text = with_references(source[0]).replace("](../tutorials/README.md)", "](tutorials/index.md)")
+    # Links to a page of the reference become links to the entry.
+    text = re.sub(r"\[`(\w+)`\]\((?:\.\./)?api/\w+\.md\)", r"{py:obj}`~pyro_mcvae.\1`", text)
     source[0] = re.sub(r"\]\((\.\./)?\.\./tutorials/(?=\w+\.ipynb)", r"](\1tutorials/", text)
+
+
+def write_inventories() -> None:
+    """Write ``objects.inv`` of the other projects from the names in ``inventories/*.txt``."""
+    for path in (HERE / "inventories").glob("*.txt"):
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        head = f"# Sphinx inventory version 2\n# Project: {path.stem}\n# Version: \n"
+        head += "# The remainder of this file is compressed using zlib.\n"
+        body = zlib.compress("".join(f"{line}\n" for line in lines).encode())
+        path.with_suffix(".inv").write_bytes(head.encode() + body)
+
+
+def without_private_bases(app, name, obj, options, bases) -> None:
+    """Show the bases of a class that have a page, and their public ancestors instead of others."""
+    import pyro_mcvae
+
+    names = [b for b in inspect.getmro(obj)[1:] if b is not object]
+    public = [b for b in names if getattr(pyro_mcvae, b.__name__, None) is b]
+    foreign = [b for b in names if b.__module__.split(".")[0] == "pyro"]
+    shown = (public or [b for b in foreign if b.__name__ == "ELBO"])[:1]
+    bases[:] = [f":py:class:`~pyro_mcvae.{b.__name__}`" for b in shown if b in public]
+    bases += [f":py:class:`pyro.infer.{b.__name__}`" for b in shown if b not in public]
 
 
 def list_names() -> None:
@@ -89,7 +134,9 @@ def list_names() -> None:
     rest = ["```{eval-rst}", ".. currentmodule:: pyro_mcvae", ""]
     for name in sorted(pyro_mcvae.__all__, key=str.lower):
         value = getattr(pyro_mcvae, name)
-        lines.append(f"| {{py:obj}}`~pyro_mcvae.{name}` | {summary(value)} |")
+        entry = re.search(rf"auto(?:class|function):: (pyro_mcvae\.[\w.]+\.{name})\n", pages)
+        target = entry[1] if entry else f"pyro_mcvae.{name}"
+        lines.append(f"| {{py:obj}}`~{target}` | {summary(value)} |")
         if name not in known:
             kind = "class" if inspect.isclass(value) else "function"
             rest += [f".. auto{kind}:: {name}", *(["   :members:"] * (kind == "class"))]
@@ -122,6 +169,8 @@ def signature_of_init(app, what, name, obj, options, signature, returns):
 def setup(app) -> None:
     copy_notebooks()
     list_names()
+    write_inventories()
     app.connect("autodoc-process-docstring", separate_references)
+    app.connect("autodoc-process-bases", without_private_bases)
     app.connect("autodoc-process-signature", signature_of_init)
     app.connect("source-read", read_in_place)

@@ -4,6 +4,7 @@ from pyro_mcvae.chains.kernels import (
     HMC,
     MALA,
     ULA,
+    GaussianReverse,
     Kernel,
     Proposal,
     RandomWalk,
@@ -42,6 +43,7 @@ from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.compare import compare, compare_models
 from pyro_mcvae.evaluation.evidence import log_evidence
+from pyro_mcvae.evaluation.low_dimensional import low_dimensional_evidence
 from pyro_mcvae.evaluation.refine import refine, to_inference_data
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import sandwich
@@ -49,6 +51,7 @@ from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
 from pyro_mcvae.training.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.training.wake_sleep import WakeSleep
+from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 from pyro_mcvae.truncated.search import EvolutionaryUpdate, InformedFlips, UniformFlips
 
@@ -61,9 +64,12 @@ __all__ = [
     "ULA",
     "AdaptiveStepSize",
     "Baseline",
+    "BernoulliPrior",
     "CompiledELBO",
     "Estimate",
     "EvolutionaryUpdate",
+    "GaussianNoise",
+    "GaussianReverse",
     "IndependentDraw",
     "InformedFlips",
     "Kernel",
@@ -100,6 +106,7 @@ __all__ = [
     "load_checkpoint",
     "local_estimate",
     "log_evidence",
+    "low_dimensional_evidence",
     "refine",
     "register_noise",
     "report",

@@ -85,7 +85,6 @@ CASES = [
         (AIS, {"kernel": k(0.1)}, f"leave their target invariant, which {k.__name__}")
         for k in (ULA, UnderdampedLangevin)
     ),
-    (AIS, {"num_particles": 1}, "need num_particles >= 2, got 1; for one particle use"),
     *(
         (SIS, {"defensive": d}, "defensive must be a number from 0 to below 1, got")
         for d in (-0.1, 1.0, NAN, True, "0.1")

@@ -244,14 +244,15 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
         \qquad b_k^i = \frac{1}{P - 1} \sum_{j \ne i} R_k^j,
 
     where :math:`R_k` is the part of W after transition k, because the part before it does not
-    depend on :math:`a_k`. The baseline is the mean over the other particles, per datum. The bound
+    depend on :math:`a_k`. The baseline is the mean over the other particles, per datum. It is 0 for
+    one particle, as in Algorithm 2 of Thin et al. (2021). The bound
     with ``multi_sample`` is the logarithm of the mean of :math:`\exp W`. Its signal is that of
     VIMCO [1]: the bound minus the bound with :math:`R_k^i` replaced by :math:`b_k^i`.
 
-    :param Chain chain: a chain of an adjusted kernel, with P >= 2 particles in the first dimension.
+    :param Chain chain: a chain of an adjusted kernel, with P particles in the first dimension.
     :param bool multi_sample: whether the bound averages inside the logarithm.
     :returns: a tensor with this gradient, shape ``[*plates]``.
-    :raises ValueError: for an unadjusted kernel, or one particle.
+    :raises ValueError: for an unadjusted kernel.
 
     [1] Mnih, Rezende (2016), *Variational Inference for Monte Carlo Objectives*.
     """
@@ -261,8 +262,8 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     for info, to_go, past in zip(chain.infos, chain.to_go, chain.past, strict=False):
         to_go, log_prob = to_go.detach(), info.log_prob
         assert log_prob is not None
-        baseline = leave_one_out_mean(to_go)
-        if multi_sample:
+        baseline = leave_one_out_mean(to_go) if len(to_go) > 1 else torch.zeros_like(to_go)
+        if multi_sample and len(to_go) > 1:
             substitute = past.detach() + baseline  # W - to_go may be -inf + inf
             total = total + (leave_one_out_signal(chain.log_weight, substitute) * log_prob).sum(0)
         else:

@@ -475,7 +475,78 @@ class _Langevin(Kernel):
         new, momentum = leapfrog(
             state, noise, target, (2.0 * self.step_size(target.transition)).sqrt()
         )
-        return Proposal(new, log_momentum_ratio(momentum, noise))
+        return Proposal(new, self._log_ratio(noise, momentum, new, target))
+
+    def _log_ratio(self, noise: Tensor, momentum: Tensor, new: State, target: Target) -> Tensor:
+        return log_momentum_ratio(momentum, noise)
+
+
+class GaussianReverse(nn.Module):
+    r"""
+    A learned Gaussian reversal of the moves of :class:`ULA` [1].
+
+    The weight of a move from z to z' has, instead of the density of ULA's own reverse move,
+
+    .. math::
+        l(z' \to z) = N\big(z;\; z' + \eta \nabla \log \gamma(z') + \sqrt{2 \eta}\, m,\;
+            2 \eta\, e^{2 s}\big), \qquad (m, s) = \text{network}(z', \nabla \log \gamma(z'),
+            \beta) .
+
+    :math:`m = s = 0` is ULA's own reversal. :math:`E[\exp W] = p(x)` for any network, because l is
+    a density of z. The network is trained with the bound.
+
+    :param network: a module that maps positions, gradients of the target, both of shape
+        ``[*batch, D]``, and the inverse temperature, a scalar, to m and s, of shape ``[*batch, D]``
+        or broadcastable to it.
+    :raises ValueError: if the network is no module.
+
+    [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
+    Auto-Encoders*.
+
+    Example, a network that starts as ULA's own reversal::
+
+        >>> class Reverse(torch.nn.Module):
+        ...     def __init__(self, dim):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(2 * dim + 1, 2 * dim)
+        ...         torch.nn.init.zeros_(self.linear.weight)
+        ...         torch.nn.init.zeros_(self.linear.bias)
+        ...
+        ...     def forward(self, position, gradient, beta):
+        ...         beta = beta.expand(position[..., :1].shape)
+        ...         return self.linear(torch.cat([position, gradient, beta], -1)).chunk(2, -1)
+        >>> kernel = ULA(0.1, reverse=GaussianReverse(Reverse(3)))
+        >>> elbo = TraceSIS_ELBO(num_steps=5, kernel=kernel)
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(network, nn.Module):
+            raise ValueError(f"network must be a module, got {network!r}")
+        self.network = network
+
+    def forward(self, noise: Tensor, state: State, target: Target) -> Tensor:
+        r"""
+        Return the log density of the reverse move, without the constant of a standard normal.
+
+        :param noise: the reverse move in units of :math:`\sqrt{2 \eta}`, shape ``[*batch, D]``.
+        :param State state: z'.
+        :returns: shape ``[*batch]``.
+        :raises ValueError: if the network returns anything but two tensors of this shape.
+        """
+        gradient = target.gradient(state)
+        result = self.network(state.position, gradient, target.beta)
+        try:
+            shift, log_scale = (part.expand(noise.shape) for part in result)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the network of GaussianReverse must return a shift and a log scale of shape "
+                f"{tuple(noise.shape)} each, such as output.chunk(2, -1): {error}"
+            ) from error
+        if target.movable is not None:
+            shift, log_scale = shift * target.movable, log_scale * target.movable
+        standard = (noise - shift) * (-log_scale).exp()
+        return (-0.5 * standard.square() - log_scale).sum(-1)
 
 
 class ULA(_Langevin):
@@ -490,7 +561,9 @@ class ULA(_Langevin):
     :math:`m(z' \to z) = N(z;\, z' + \eta \nabla \log \gamma(z'),\, 2 \eta)`.
 
     :param step_size: :math:`\eta`; see :class:`Kernel`. Adapts to an acceptance of 0.9 by default.
-    :raises ValueError: if the step size is not positive.
+    :param reverse: a :class:`GaussianReverse`, whose learned density replaces that of the reverse
+        move in the weights, and in the acceptance to which the step size adapts.
+    :raises ValueError: if the step size is not positive, or the reversal of another type.
 
     Example::
 
@@ -499,6 +572,24 @@ class ULA(_Langevin):
     """
 
     target_acceptance = 0.9
+
+    def __init__(
+        self,
+        step_size: float | Tensor | StepSize | None = None,
+        *,
+        reverse: GaussianReverse | None = None,
+    ) -> None:
+        super().__init__(step_size)
+        if not (reverse is None or isinstance(reverse, GaussianReverse)):
+            raise ValueError(f"reverse must be a GaussianReverse(network), got {reverse!r}")
+        self.reverse = reverse
+
+    def _log_ratio(self, noise: Tensor, momentum: Tensor, new: State, target: Target) -> Tensor:
+        if self.reverse is None:
+            return super()._log_ratio(noise, momentum, new, target)
+        # The noise of the reverse move is the final momentum in the opposite direction.
+        log_reverse: Tensor = self.reverse(-momentum, new, target)
+        return log_reverse + 0.5 * noise.square().sum(-1)
 
 
 class MALA(_Langevin):

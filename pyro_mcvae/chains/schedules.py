@@ -119,8 +119,8 @@ class SigmoidSchedule(Schedule):
     :param bool learn: False keeps the slope.
     :raises ValueError: if ``slope`` is not positive.
 
-    [1] Grosse, Maddison, Salakhutdinov (2013), *Annealing between Distributions by Averaging
-    Moments*.
+    [1] Grosse, Ghahramani, Adams (2015), *Sandwiching the Marginal Likelihood Using Bidirectional
+    Monte Carlo*.
 
     Example::
 

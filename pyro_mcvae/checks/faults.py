@@ -22,6 +22,7 @@ from torch.distributions import TransformedDistribution, VonMises, constraints
 from pyro_mcvae.programs.distributions import parts_of, transforms_of
 from pyro_mcvae.programs.isolation import find_modules
 from pyro_mcvae.programs.messengers import is_param_tracer
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     bare,
@@ -43,7 +44,7 @@ _CIRCULAR = (VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
 
 def is_circular(fn: Distribution) -> bool:
     """Return whether draws are angles: the density is periodic on the line."""
-    while not isinstance(fn, _CIRCULAR):
+    while not has_methods_of(fn, *_CIRCULAR):
         base = getattr(fn, "base_dist", None)
         if base is None or isinstance(fn, TransformedDistribution):
             return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -11,9 +13,12 @@ from pyro import distributions as dist
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_mcvae.programs.enumeration import summed_terms
+from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.probing import Probe, probe, probing
 from pyro_mcvae.programs.run import (
     Programs,
@@ -27,6 +32,7 @@ from pyro_mcvae.programs.run import (
 from pyro_mcvae.programs.sites import (
     bare,
     counted_values,
+    elementwise,
     hides_masks,
     inner_scale,
     is_flat,
@@ -38,7 +44,6 @@ from pyro_mcvae.programs.sites import (
     with_mask,
 )
 from pyro_mcvae.programs.types import Program, Site
-from pyro_mcvae.structure.interventions import differing, other_value, reseeded
 
 # Latents that a mask removes from the model, but not from the guide.
 
@@ -306,14 +311,14 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
         after = probe_at({**values, name: changed}).log_probs
         for key in (k for k in {**before, **after} if k.program == "model"):
             in_both = key in before and key in after
-            if not in_both or bool(differing(before[key], after[key], undefined=False).any()):
+            if not in_both or bool(differing(before[key], after[key]).any()):
                 raise _unweighed_error(name, key.name)
 
 
 def _is_certain(site: Site) -> Tensor | bool:
     """Return the mask of entries with a single possible value, whose probability is one."""
     fn = bare(site["fn"])
-    if isinstance(fn, torch.distributions.Categorical):
+    if has_methods_of(fn, torch.distributions.Categorical):
         return (fn.probs > 0).sum(-1) == 1
     try:
         certain = fn.variance == 0
@@ -332,3 +337,50 @@ def _unweighed_error(latent: str, reader: str) -> ValueError:
         f"densities, or remove the mask from guide and model; a mask of padding is correct if no "
         f"counted site depends on the padded entries"
     )
+
+
+# Other values of draws, and whether a density changes with them.
+
+
+@contextmanager
+def reseeded() -> Iterator[None]:
+    """Make draws differ from those of a run that began with the same random state."""
+    with isolated():
+        with torch._C.DisableTorchFunction():
+            state = torch.get_rng_state().numpy().tobytes()
+        seed = random.Random(state).getrandbits(31)
+        # Like torch.manual_seed, without the stack trace that it formats for each device.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+def other_value(site: Site) -> Tensor:
+    """Return another value for each element: a second draw, or the next discrete value."""
+    value, support = site["value"], elementwise(known_support(site["fn"]))
+    if support is constraints.boolean:
+        return value.logical_not().to(value.dtype)
+    if support is constraints.one_hot:
+        return value.roll(1, -1)
+    if isinstance(support, _INTERVAL):
+        low, size = support.lower_bound, support.upper_bound - support.lower_bound + 1
+        return (low + (value - low + 1) % size).to(value.dtype)
+    if isinstance(support, _COUNTS):
+        return value + 1
+    try:
+        drawn: Tensor = site["fn"](*site["args"], **site["kwargs"])
+    except NotImplementedError:
+        return value  # the distribution cannot draw; a handler set the value
+    return drawn
+
+
+_INTERVAL = type(constraints.integer_interval(0, 1))
+_COUNTS = type(constraints.nonnegative_integer)
+
+
+def differing(before: Tensor, after: Tensor) -> Tensor:
+    """Return the mask of changed entries of a log density; all of them if the shape has changed."""
+    if before.shape != after.shape:
+        return torch.ones_like(before, dtype=torch.bool)
+    return (before.isnan() != after.isnan()) | ((before != after) & ~before.isnan())

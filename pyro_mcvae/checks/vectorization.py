@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,32 +15,24 @@ from torch import Tensor
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
+from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import Leading
-from pyro_mcvae.programs.probing import (
-    Draw,
-    Probe,
-    ProgramError,
-    perturbed,
-    probe,
-    probe_model,
-    probing,
-)
 from pyro_mcvae.programs.run import Programs, Run
-from pyro_mcvae.programs.sites import changed_draw, is_latent, is_random
-from pyro_mcvae.programs.terms import scored
-from pyro_mcvae.programs.types import FactorKey, LeadingDimsError, Message, Site
+from pyro_mcvae.programs.sites import changed_draw, is_random
+from pyro_mcvae.programs.types import LEADING, FactorKey, LeadingDimsError, Message, Site
 from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analysis
-from pyro_mcvae.structure.interventions import (
-    Values,
-    differing,
-    intervene,
-    other_value,
-    random_half,
-    reseeded,
+from pyro_mcvae.structure.marked import (
+    MarkedRun,
+    MarkedRunError,
+    last_entry,
+    marked,
+    marked_run,
+    single_values,
 )
-from pyro_mcvae.structure.provenance import Batch, ReadRecorder, reads_of_latents
+
+Values = dict[str, Tensor]
 
 # The contents of the leading dims of runs, for errors, and the remedies.
 
@@ -83,7 +73,11 @@ def not_vectorizable(
 ) -> LeadingDimsError:
     """Return the error for programs that fail only with leading dims."""
     several = f"{count} {name.name}" if count is not None else name.name
-    cause = str(error) if isinstance(error, ProgramError) else f"{type(error).__name__}: {error}"
+    cause = (
+        str(error)
+        if isinstance(error, MarkedRunError | _BatchedError)
+        else f"{type(error).__name__}: {error}"
+    )
     return LeadingDimsError(
         f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
         f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
@@ -116,8 +110,6 @@ def unstable_sharing(attempts: int, shared: frozenset[str]) -> LeadingDimsError:
 
 # Compare batched runs with a loop.
 
-Densities = dict[FactorKey, Tensor]
-
 # Runs of other shapes use other kernels, with another order of summation.
 _ROUNDING, _HALF = 2**12, 4
 # For programs in half precision, or with iterative solvers: relative to the spread of the entries.
@@ -148,64 +140,8 @@ def differ(log_prob: Tensor, expected: Tensor) -> Tensor:
     return (log_prob - expected).abs() > allowed
 
 
-class _Entry(NamedTuple):
-    """
-    One entry of the leading dims.
-
-    :ivar select: selects the entry from a batched density.
-    :ivar alone: returns the entry's densities in a single run, at batched latents.
-    """
-
-    select: Callable[[Tensor], Tensor]
-    single: Callable[[Values], Densities]
-
-
-def _mismatched(
-    batched: Densities, entry: _Entry, single: Densities
-) -> dict[FactorKey, tuple[Tensor, Tensor]]:
-    """Return the batched and single densities of an entry that differ."""
-    keys = [key for key in batched if key in single]
-    pairs = {key: (entry.select(batched[key]), single[key]) for key in keys}
-    return {key: pair for key, pair in pairs.items() if bool(differ(*pair).any())}
-
-
 def _in_sum(batched: Tensor, single: Tensor) -> str:
     return f" ({float(batched.sum()):.4g} and {float(single.sum()):.4g} in sum)"
-
-
-def _extra_change(
-    before: Densities,
-    batched: Callable[[Values], Densities],
-    entries: Sequence[tuple[_Entry, Densities]],
-    change: Callable[[bool], Values],
-    smooth: bool,
-) -> FactorKey | None:
-    """
-    Return a density that changes with the latents in a batched run, but not in single runs.
-
-    :param before: the batched densities at the unchanged latents.
-    :param entries: the compared entries, each with its single densities there.
-    :param change: returns the changed latents: NaN, or, for programs that reject NaN, other values.
-    :param smooth: whether some latents may be NaN.
-    """
-    for undefined in (True, False) if smooth else (False,):
-        changed = change(undefined)
-        try:
-            after = batched(changed)
-            singles = [entry.single(changed) for entry, _ in entries]
-        except ProgramError:
-            if undefined:
-                continue
-            raise
-        for key in (k for k in before if k in after):
-            mask = differing(before[key], after[key], undefined)
-            for (entry, old), new in zip(entries, singles, strict=True):
-                if key in old and key in new:
-                    allowed = differing(old[key], new[key], undefined)
-                    if bool((entry.select(mask) & ~allowed).any()):
-                        return key
-        break
-    return None
 
 
 @dataclass(frozen=True)
@@ -229,36 +165,29 @@ class LeadingRun:
     ran: bool = True
     mixes: bool = True
 
-    def check(self, thorough: bool = True) -> None:
+    def check(self) -> None:
         """
         Check that a vectorized run has the densities of its particles run one by one.
 
-        Random numbers outside sample sites (dropout) are constants here, and batch normalization
-        has fixed statistics.
+        A marked run of a few particles has the factors of each particle depend on its own draws
+        alone, and couples no elements of a plate that a single run does not couple. The densities
+        of the last particle are those of a single run at its draws. That run repeats its random
+        numbers outside sample sites (dropout).
 
-        :param bool thorough: test two particles at generic parameters, instead of one at the
-            present parameters.
         :raises LeadingDimsError: naming the site with another density, or the line that draws,
             reads or normalizes for all particles together.
         """
-        if thorough:
-            # With generic parameters, a zero-initialized layer does not hide a difference.
-            try:
-                with perturbed(self.programs):
-                    return self._check(2)
-            except ProgramError:
-                pass  # programs that fail at other parameters
         try:
-            self._check(1 + thorough)
-        except ProgramError as error:
-            if isinstance(error, _BatchedError):
-                if not self.ran:
-                    raise not_vectorizable(self.name, 3, self.run.nesting, error) from error
-                if same := self.run.outer_sizes & self.run.inner_sizes:
-                    raise self._mistaken(min(same), error) from error
+            self._check()
+        except _BatchedError as error:
+            if not self.ran:
+                raise not_vectorizable(self.name, 3, self.run.nesting, error) from error
+            if same := self.run.outer_sizes & self.run.inner_sizes:
+                raise self._mistaken(min(same), error) from error
+            raise NotComparedError(self.name, error) from error
+        except MarkedRunError as error:
             # The programs may need more particles, or fail in the step as well.
             raise NotComparedError(self.name, error) from error
-        return None
 
     def _mistaken(self, count: int, error: Exception) -> LeadingDimsError:
         """
@@ -280,61 +209,38 @@ class LeadingRun:
         """Return a number of particles that is not the size of another dim."""
         return next(n for n in itertools.count(least) if n not in self.run.inner_sizes)
 
-    def _batched(self, count: int, values: Values | None = None) -> Probe:
-        """Probe ``count`` particles, drawing their latents if ``values`` is None."""
+    def _batched(self, count: int, single: MarkedRun) -> MarkedRun:
+        """Return a marked run of some particles; the last one has the draws of a single run."""
         plates = particle_plates(self.mode, count, -self.run.nesting - 1, self.shared)
-        sample_fn = None if values is None else lambda msg: values.get(msg["name"])
+        values = {n: s["value"] for n, s in _random_sites(single).items()}
+
+        def sample_fn(msg: Message) -> Tensor | None:
+            value, fn = values.get(msg["name"]), msg["fn"]
+            if value is None or all(f.name != LEADING for f in msg["cond_indep_stack"]):
+                return value
+            drawn = fn(*msg["args"], **msg["kwargs"])
+            dim = drawn.dim() - fn.event_dim - self.run.nesting - 1
+            return changed_draw(partial(_with_last, dim), drawn, value)
+
         try:
-            result = probe(self.programs, self.run.subsamples, sample_fn=sample_fn, leading=plates)
+            result = marked_run(
+                self.programs,
+                single.subsamples,
+                sample_fn=sample_fn,
+                leading=plates,
+                replayed=single.draws,
+            )
             check_batch_dims([*result.terms.values()], self.run.nesting)
             return result
-        except (ProgramError, ValueError) as error:
+        except (MarkedRunError, ValueError) as error:
             raise _BatchedError(str(error)) from error
 
-    def _single(self, values: Mapping[str, Tensor]) -> Densities:
-        """Return the densities of one particle at its latents."""
-
-        def sample_fn(msg: Message) -> Tensor:
-            # A KeyError for a latent that particles do not have ends the comparison.
-            return changed_draw(lambda v: as_shape(v, msg["fn"].shape()), values[msg["name"]])
-
-        return probe(self.programs, self.run.subsamples, sample_fn=sample_fn).log_probs
-
-    def _check(self, tested: int) -> None:
-        """Compare with single runs of the first ``tested`` particles, never of the last one."""
-        nesting, number = self.run.nesting, self._count(tested + 1)
-        with probing(self.programs) as noise, ReadRecorder() as watch:
-            before = _host_state()
-            first = self._batched(number)
-            moved = _host_state() != before
-        sites = _random_sites(first)
-        with reseeded():
-            other_values = {n: other_value(s) for n, s in sites.items()}
-            halves = {n: _half(s, nesting) for n, s in sites.items()}
-        values = {n: s["value"] for n, s in sites.items()}
-
-        def of(at: dict[str, Tensor], k: int) -> dict[str, Tensor]:
-            return {n: _value_of(sites[n], v, k, number, nesting) for n, v in at.items()}
-
-        def batched(at: Values) -> Densities:
-            with probing(self.programs):
-                return self._batched(number, at).log_probs
-
-        def single(k: int, at: Values) -> Densities:
-            with probing(self.programs):
-                return self._single(of(at, k))
-
-        def changed(undefined: bool) -> Values:
-            """Change half of the first particle's latents, and the other half of the second's."""
-            where = {}
-            for name, half in halves.items():
-                if values[name].dim() - sites[name]["fn"].event_dim > half.dim():  # not shared
-                    rows = [half, ~half][:tested]
-                    where[name] = torch.stack(rows + [half & ~half] * (number - tested))
-            return intervene(sites, values, other_values, where, undefined)
-
-        reads = reads_of_latents(self.programs, self.run.subsamples, frozenset(sites), watch.reads)
-        for read in reads[:1]:
+    def _check(self) -> None:
+        single = marked(self.programs, self.run)
+        if single.error_alone is not None:
+            raise single.error_alone
+        batched = self._batched(self._count(2), single)
+        for read in batched.reads[:1]:
             raise self._error(
                 f"the programs read a value that depends on site '{min(read.sites)}', at "
                 f"{read.line}, and would decide for all {self.name.name} together",
@@ -343,103 +249,96 @@ class LeadingRun:
             )
         if self.run.leading is not None or not self.ran:
             # Slots may share noise that does not depend on their values.
-            if noise.draws or moved:
-                self._check_draws(of(values, 0), noise.draws, moved)
-            if not self.mixes and watch.batches:
-                self._check_batches(of(values, 0), watch.batches)
-        every = [
-            _Entry(partial(_one_of, particle=k, count=number, inner=nesting), partial(single, k))
-            for k in range(number)
-        ]
-        singles = [entry.single(values) for entry in every[:tested]]
+            self._check_draws(batched, single)
+        by_batches = batched.by_batches
+        for key in batched.mixed:
+            if key not in by_batches:
+                raise self._mismatch_error(key, _DEPENDS)
+            if not self.mixes:
+                line = batched.batches[0]
+                raise self._error(
+                    f"batch normalization at {line} treats all {self.name.name} as one batch",
+                    "use it in the encoder, which runs once, or use layer normalization",
+                    f"all {self.name.name} would be one batch at {line}",
+                )
+        for key, plates in batched.coupled.items():
+            if plates - single.coupled.get(key, frozenset()):
+                raise self._mismatch_error(key, _DEPENDS)
+        # The statistics of a layer in evaluation mode may be equal for all channels at present.
+        for (shape, bit), (alone, _) in zip(batched.channels, single.channels, strict=False):
+            for key in (k for k, bits in batched.bits.items() if bits & bit and shape != alone):
+                raise self._mismatch_error(key, _DEPENDS)
+        self._check_values(batched, single)
+        if batched.draws_on_host:
+            self._check_host_draws(single)
 
-        # The last particle is not changed.
-        unchanged = _Entry(every[-1].select, lambda _: singles[0])
-        entries = [*zip(every, singles, strict=False), (unchanged, singles[0])]
-        smooth = any(v.is_floating_point() for v in values.values())
-
-        def compare(densities: Densities) -> None:
-            self._check_values(densities, every, singles, values)
-            key = _extra_change(densities, batched, entries, changed, smooth)
-            if key is not None:
+    def _check_values(self, batched: MarkedRun, single: MarkedRun) -> None:
+        """Check that the last particle has the densities of the single run."""
+        exempt = batched.by_batches if self.mixes else frozenset()
+        found = self._mismatched(batched, single, exempt)
+        if not found:
+            return
+        # A generator of its own gives other numbers to a second run, too; the inverse of a flow may
+        # fail at one particle.
+        repeated = self._single(single)
+        other = self._batched(self._count(2), repeated)
+        again = self._mismatched(other, repeated, exempt)
+        for key, densities in found.items():
+            if key in repeated.log_probs and bool(
+                differ(single.log_probs[key], repeated.log_probs[key]).any()
+            ):
+                raise self._noise_error(key, "with a generator that is not PyTorch's")
+            if key in again:
                 raise self._mismatch_error(
                     key,
-                    "has another log density, that of other particles or data, with a leading dim "
-                    "than without",
+                    f"has another log density with a leading dim than at the same latents without"
+                    f"{_in_sum(*densities)}",
                 )
 
-        try:
-            compare(first.log_probs)
-        except LeadingDimsError:
-            # Untraced draws differ once the latents are fixed.
-            compare(batched(values))
+    def _mismatched(
+        self, batched: MarkedRun, single: MarkedRun, exempt: frozenset[FactorKey]
+    ) -> dict[FactorKey, tuple[Tensor, Tensor]]:
+        """Return the densities of the last particle that are not those of the single run."""
+        found = {}
+        after, before = batched.log_probs, single.log_probs
+        for key in after.keys() & before.keys() - exempt:
+            pair = last_entry(after[key], self.run.nesting), before[key]
+            if bool(differ(*pair).any()):
+                found[key] = pair
+        return found
 
-    def _check_values(
-        self, batched: Densities, every: list[_Entry], single: list[Densities], values: Values
-    ) -> None:
-        """Check that each entry has the same value as in a single run."""
-        mismatches = [_mismatched(batched, *pair) for pair in zip(every, single, strict=False)]
-        if not any(mismatches):
-            return
-        # The inverse of a flow may fail at one particle.
-        mismatches += [_mismatched(batched, e, e.single(values)) for e in every[len(single) :]]
-        repeated = every[0].single(values)
-        for key in batched:
-            pairs = [mismatch[key] for mismatch in mismatches if key in mismatch]
-            if len(pairs) < 2:
-                continue
-            if key in repeated and bool(differ(single[0][key], repeated[key]).any()):
-                raise self._noise_error(key, "with a generator that is not PyTorch's")
-            raise self._mismatch_error(
-                key,
-                f"has another log density with a leading dim than at the same latents without"
-                f"{_in_sum(*pairs[0])}",
-            )
+    def _single(self, single: MarkedRun) -> MarkedRun:
+        """Repeat a single run at its draws."""
+        values = {n: s["value"] for n, s in _random_sites(single).items()}
+        return marked_run(
+            self.programs,
+            single.subsamples,
+            sample_fn=lambda msg: values.get(msg["name"]),
+            replayed=single.draws,
+        )
 
-    def _check_draws(
-        self, values: Mapping[str, Tensor], drawn: Sequence[Draw], moved: bool
-    ) -> None:
-        """
-        Check that no density depends on random numbers outside sample sites that particles share.
+    def _check_draws(self, batched: MarkedRun, single: MarkedRun) -> None:
+        """Check that no density depends on random numbers that all particles share."""
+        shared = list(batched.draws)
+        if len(single.draws) == len(shared):  # else they cannot be matched
+            pairs = zip(shared, single.draws, strict=True)
+            shared = [a for a, b in pairs if a.value.numel() == b.value.numel()]
+        for draw in shared:
+            for key, bits in batched.bits.items():
+                if bits & draw.bit:
+                    raise self._noise_error(key, f"at {draw.line}")
 
-        :param values: the latents of one particle.
-        :param drawn: the draws outside sample sites in the batched run.
-        :param bool moved: whether that run drew from the generators of NumPy or Python.
-        """
-        with probing(self.programs, fixes=False) as noise:
-            first = self._single(values)
-        single, shared = noise.draws, list(drawn)
-        if len(single) == len(drawn):  # else they cannot be matched
-            shared = [t for t, a in zip(drawn, single, strict=True) if t.size == a.size]
-        places = [(True, f"at {draw.line}") for draw in shared[:1]]
-        for of_torch, place in [*places, *[(False, "by NumPy or Python")] * moved]:
-            with probing(self.programs, fixes=False):
-                state = torch.get_rng_state()
-                pyro.set_rng_seed((torch.initial_seed() + 1) % 2**31)
-                if not of_torch:
-                    torch.set_rng_state(state)
-                changed = self._single(values)
-            for key in first.keys() & changed.keys():
-                if bool(differing(first[key], changed[key], undefined=False).any()):
-                    raise self._noise_error(key, place)
-
-    def _check_batches(self, values: Mapping[str, Tensor], batched: Sequence[Batch]) -> None:
-        """
-        Check that each particle has the statistics of its own batch.
-
-        :param values: the latents of one particle.
-        :param batched: the normalized tensors of the batched run.
-        """
-        with probing(self.programs), ReadRecorder() as recorder:
-            self._single(values)
-        sizes = [batch.size for batch in recorder.batches] + [0] * len(batched)
-        for batch, size in zip(batched, sizes, strict=False):
-            if batch.size > size:
-                raise self._error(
-                    f"batch normalization at {batch.line} treats all {self.name.name} as one batch",
-                    "use it in the encoder, which runs once, or use layer normalization",
-                    f"all {self.name.name} would be one batch at {batch.line}",
-                )
+    def _check_host_draws(self, single: MarkedRun) -> None:
+        """Check that no density depends on draws of NumPy or Python, which particles share."""
+        with restored(self.programs.owners):
+            state = torch.get_rng_state()
+            pyro.set_rng_seed((torch.initial_seed() + 1) % 2**31)
+            torch.set_rng_state(state)
+            changed = self._single(single)
+        before, after = single.log_probs, changed.log_probs
+        for key in before.keys() & after.keys():
+            if before[key].shape != after[key].shape or bool(differ(before[key], after[key]).any()):
+                raise self._noise_error(key, "by NumPy or Python")
 
     def _error(self, what: str, remedy: str, reason: str) -> LeadingDimsError:
         return LeadingDimsError(f"{what}. {self.name.remedy} {remedy}", reason=reason)
@@ -463,40 +362,29 @@ class LeadingRun:
         )
 
 
-class _BatchedError(ProgramError):
-    """Programs failed with leading dims in a probe run."""
+_DEPENDS = (
+    "has another log density with a leading dim than without: one that depends on other particles "
+    "or data, even if its value is the same at present"
+)
 
 
-def _random_sites(result: Probe) -> dict[str, Site]:
+class _BatchedError(Exception):
+    """Programs failed with leading dims in a marked run."""
+
+
+def _random_sites(result: MarkedRun) -> dict[str, Site]:
     """Return the random sites of both programs; a model may have additional, enumerated ones."""
     traces = result.model_trace, result.guide_trace
     return {n: s for trace in traces for n, s in trace.nodes.items() if is_random(s)}
 
 
-def _half(site: Site, nesting: int) -> Tensor:
-    """Return a random half of the entries of one particle's batch, at least one: ``[*batch]``."""
-    batch = site["fn"].batch_shape
-    return random_half(batch[max(0, len(batch) - nesting) :])
-
-
-def _one_of(value: Tensor, particle: int, count: int, inner: int) -> Tensor:
-    """Select one particle of a tensor whose last ``inner`` dims belong to each particle."""
-    if value.dim() <= inner:
-        return value
-    lead = value.shape[value.dim() - inner - 1]
-    return value.select(value.dim() - inner - 1, particle if lead == count else 0)
-
-
-def _value_of(site: Site, value: Tensor, particle: int, count: int, nesting: int) -> Tensor:
-    inner = nesting + site["fn"].event_dim
-    return changed_draw(lambda v: _one_of(v, particle, count, inner), value)
-
-
-def _host_state() -> list[object]:
-    """Return the state of Python's and NumPy's global generators."""
-    state = pyro.util.get_rng_state()
-    kind, keys, *position = state["numpy"]
-    return [state["random"], kind, keys.tobytes(), *position]
+def _with_last(dim: int, drawn: Tensor, value: Tensor) -> Tensor:
+    """Replace the last entry of a dim."""
+    first = drawn.narrow(dim, 0, drawn.shape[dim] - 1)
+    last = drawn.narrow(dim, 0, 1)
+    same = value.numel() == last.numel()
+    value = as_shape(value, last.shape) if same else value.expand_as(last)
+    return torch.cat([first, value.to(drawn)], dim)
 
 
 def check_states(programs: Programs, run: Run) -> None:
@@ -509,61 +397,48 @@ def check_states(programs: Programs, run: Run) -> None:
     :raises RuntimeError: naming the site with another density, or if they cannot be compared.
     """
     try:
-        for generic in (True, False):
-            try:
-                with perturbed(programs) if generic else nullcontext():
-                    _compare_states(programs, run)
-            except ProgramError:
-                if not generic:
-                    raise
-    except ProgramError as error:
+        _compare_states(programs, run)
+    except MarkedRunError as error:
         raise RuntimeError(
             f"the values of the model's enumerated sites cannot be compared with single ones "
-            f"({error}): draw these sites in the guide, or make the model run at any latents"
+            f"({error}): draw these sites in the guide, or make the model run again at the same "
+            f"latents"
         ) from error
 
 
 def _compare_states(programs: Programs, run: Run) -> None:
-    with probing(programs):
-        guide_trace = probe(programs, run.subsamples).guide_trace
-    latents = {s["name"]: s for s in scored(guide_trace) if is_random(s)}
-    values = {s["name"]: s["value"] for s in scored(guide_trace) if is_latent(s)}
-    with reseeded():
-        other_values = {n: other_value(s) for n, s in latents.items()}
-        halves = {n: random_half(s["fn"].batch_shape) for n, s in latents.items()}
-    states: dict[str, Tensor] = {}
+    values = single_values(run)
+    batched = marked_run(
+        programs, run.subsamples, values=values, leading=Leading(state_dim=-1 - run.nesting)
+    )
+    sites = [t.site for t in batched.terms.values() if is_state(t.site)]
+    states = {s["name"]: support_of_state(s) for s in sites}
+    for key in batched.mixed_states:
+        if key.program == "model":
+            raise _state_mismatch(key, "")
+    singles = []
+    for k in (-1, 0):
 
-    def batched(at: Values) -> Densities:
-        leading = Leading(state_dim=-1 - run.nesting)
-        with probing(programs):
-            terms = probe_model(programs, guide_trace, run.subsamples, at, leading).values()
-        states.update({t.key.name: support_of_state(t.site) for t in terms if is_state(t.site)})
-        return {t.key: t.log_prob.detach() for t in terms}
-
-    def single(k: int, at: Values) -> Densities:
-        def sample_fn(msg: Message) -> Tensor | None:
+        def sample_fn(msg: Message, k: int = k) -> Tensor | None:
             state = states.get(msg["name"])
             return None if state is None else state[k].expand(msg["fn"].shape())
 
-        with probing(programs):
-            densities = probe(programs, run.subsamples, at, sample_fn).log_probs
-        return {key: d for key, d in densities.items() if key.program == "model"}
-
-    before = batched(values)
-    entries = [
-        _Entry(partial(_state, at=k, nesting=run.nesting), partial(single, k)) for k in (-1, 0)
-    ]
-    singles = [entry.single(values) for entry in entries]
-    for pair in zip(entries, singles, strict=True):
-        for key, densities in _mismatched(before, *pair).items():
-            raise _state_mismatch(key, _in_sum(*densities))
-    smooth = any(values[n].is_floating_point() for n in latents)
-    for chosen in halves, {n: ~half for n, half in halves.items()}:
-        change = partial(intervene, latents, values, other_values, chosen)
-        pairs = [*zip(entries, singles, strict=True)]
-        extra = _extra_change(before, batched, pairs, change, smooth)
-        if extra is not None:
-            raise _state_mismatch(extra, "")
+        single = marked_run(
+            programs,
+            run.subsamples,
+            values=values,
+            sample_fn=sample_fn,
+            replayed=batched.draws,
+        )
+        singles.append(single)
+        for key, log_prob in batched.log_probs.items():
+            if key.program == "model" and key in single.log_probs:
+                one, expected = _state(log_prob, k, run.nesting), single.log_probs[key]
+                if bool(differ(one, expected).any()):
+                    raise _state_mismatch(key, _in_sum(one, expected))
+    for key, plates in batched.coupled.items():
+        if plates - frozenset().union(*(s.coupled.get(key, frozenset()) for s in singles)):
+            raise _state_mismatch(key, "")
 
 
 def _state(value: Tensor, at: int, nesting: int) -> Tensor:
@@ -600,7 +475,7 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
 
     def compare() -> bool:
         try:
-            leading.check(thorough=not analysis.before(key))
+            leading.check()
         except NotComparedError as error:
             if not (trusted and leading.ran):
                 raise

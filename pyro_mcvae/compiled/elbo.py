@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 import pyro
 import torch
 from pyro.infer.elbo import ELBO
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from pyro_mcvae.compiled.tracer import NotRecordable
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
 from pyro_mcvae.ops.tensors import Generators, is_due
 from pyro_mcvae.programs.contract import LossModule
+from pyro_mcvae.programs.isolation import visible_handlers
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.types import Program, first_line
 
@@ -261,7 +261,7 @@ class Specialization:
                 else:
                     p.grad += gradient
         store = pyro.get_param_store()
-        for handler in _PYRO_STACK:
+        for handler in visible_handlers():
             # SVI finds the parameters by these. A call of pyro.param takes three times as long.
             assert isinstance(handler, TraceMessenger)
             for name, site in recording.param_sites.items():

@@ -16,7 +16,6 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import is_validation_enabled
-from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -26,6 +25,7 @@ from pyro_mcvae.compiled.guards import ReadingMode
 from pyro_mcvae.compiled.inductor import Run
 from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trace
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
+from pyro_mcvae.programs.isolation import visible_handlers
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
@@ -134,7 +134,7 @@ def _hashable(program: object) -> Hashable:
 
 
 def _settings() -> tuple[Hashable, ...]:
-    for handler in _PYRO_STACK:
+    for handler in visible_handlers():
         if not is_param_tracer(handler):
             raise NotRecordable(
                 f"the loss is called within a handler ({type(handler).__name__}), which would not "

@@ -131,6 +131,8 @@ class ChainDensity:
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
+        # With a graph for each evaluation: their runs, to name a site whose gradient overflows.
+        self.visited: list[Run] = [*log_weight.first.sample.runs]
 
     @property
     def runs(self) -> list[Run]:
@@ -219,6 +221,8 @@ class ChainDensity:
 
     def _at(self, position: Tensor, moved: Tensor) -> State:
         self._latest = self.log_weight(moved)
+        if self._full:
+            self.visited += self._latest.sample.runs
         return self._state(position, self._latest)
 
     def _with_constants(self, state: State, regular: Tensor) -> State:

@@ -10,12 +10,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import ComposeTransform, biject_to, constraints, gamma
+from torch.distributions import (
+    AffineTransform,
+    ComposeTransform,
+    ExpTransform,
+    SigmoidTransform,
+    StickBreakingTransform,
+    biject_to,
+    constraints,
+    gamma,
+)
+from torch.nn.functional import logsigmoid
 
 from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
-from pyro_mcvae.programs.distributions import is_elementary, is_pushed_forward
-from pyro_mcvae.programs.exact_logs import Logs, exact_logs, exact_logs_if, positive, with_logs
+from pyro_mcvae.programs.distributions import is_elementary, is_pushed_forward, parts_of
+from pyro_mcvae.programs.log_values import Logs, at_logs, log_det, logs_of, pulled, pushed, value_of
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import (
     bare,
     elementwise,
@@ -96,6 +107,22 @@ def _support(fn: Distribution) -> Constraint:
     return support.base_constraint if isinstance(support, mixture) else support
 
 
+_SIMPLE = ExpTransform, SigmoidTransform, StickBreakingTransform
+
+
+def simplified(transform: Transform) -> Transform:
+    """Return ``exp`` instead of ``exp`` and a shift by zero, and without wrappers of event dims."""
+    parts = [p for p in parts_of(transform) if not _is_identity(p)]
+    single = len(parts) == 1 and type(parts[0]) in _SIMPLE
+    inverted = type(transform).__name__ == "_InverseTransform"
+    return parts[0] if single and not inverted else transform
+
+
+def _is_identity(transform: Any) -> bool:
+    shift = type(transform) is AffineTransform
+    return shift and not isinstance(transform.loc, Tensor) and transform == AffineTransform(0, 1)
+
+
 # Draws by their logarithms, which have a larger range than the values.
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
@@ -103,32 +130,32 @@ _TRANSFORMED = torch.distributions.TransformedDistribution
 
 def logarithmic_draw(fn: Distribution) -> Tensor:
     """
-    Return a reparameterized draw, with exact logarithms if it may lie near a boundary.
+    Return a reparameterized draw, with its logarithms if it may lie near a boundary.
 
     In single precision one draw of ``Gamma(0.05, 1)`` in 80 is below the least number. One draw of
     ``Beta(0.05, 0.05)`` in 5 is rounded to 1. PyTorch clamps them, which changes their density.
     Logarithms of Gamma draws in double precision have moderate size. Draws of Beta, Dirichlet and
-    their transforms are computed from them. Call it within
-    :class:`~pyro_mcvae.programs.exact_logs.ExactLogs`.
+    their transforms are computed from them.
     """
     drawn = _draw(fn)
     return fn() if drawn is None else drawn  # Zuko's distributions are drawn by a call
 
 
 def _draw(fn: Any) -> Tensor | None:
-    if isinstance(fn, torch.distributions.Independent):
+    if not has_methods_of(fn, type(fn)):
+        return None
+    if has_methods_of(fn, torch.distributions.Independent):
         return _draw(fn.base_dist)
-    draw = _DRAWS.get(type(fn).__name__)
-    if draw is not None and type(fn).__module__.startswith(("torch.", "pyro.")):
-        return draw(fn)
-    is_transformed = getattr(type(fn), "rsample", None) is _TRANSFORMED.rsample
-    if not (is_transformed and all(map(is_elementary, fn.transforms))):
+    rsample = getattr(type(fn), "rsample", None)
+    logs = _DRAWS.get(rsample)
+    if logs is not None and "rsample" not in vars(fn):
+        return value_of(logs(fn))
+    if rsample is not _TRANSFORMED.rsample or not all(map(is_elementary, fn.transforms)):
         return None
     value = _draw(fn.base_dist)
-    if value is None:
-        return None
+    value = fn.base_dist.rsample() if value is None else value
     for transform in fn.transforms:
-        value = transform(value)
+        value = pushed(transform, value)
     return value
 
 
@@ -138,28 +165,20 @@ def _log_gamma(concentration: Tensor) -> Tensor:
     return gamma._standard_gamma(concentration.double()).log().to(concentration.dtype)
 
 
-def _gamma(fn: Any) -> Tensor:
-    return (_log_gamma(fn.concentration) - fn.rate.log()).exp()
+def _log_beta(fn: Any) -> Logs:
+    logit = _log_gamma(fn.concentration1) - _log_gamma(fn.concentration0)
+    return Logs(logsigmoid(logit), logsigmoid(-logit))
 
 
-def _exponential(fn: Any) -> Tensor:
-    value = fn.rsample().clamp_min(torch.finfo(fn.rate.dtype).tiny)
-    return with_logs(value, Logs(value.log))
-
-
-def _relaxed(fn: Any) -> Tensor:
-    value: Tensor = fn.rsample()
-    return value
-
-
-_DRAWS: dict[str, Callable[[Any], Tensor]] = {
-    "Gamma": _gamma,
-    "Chi2": _gamma,
-    "Beta": lambda fn: (_log_gamma(fn.concentration1) - _log_gamma(fn.concentration0)).sigmoid(),
-    "Dirichlet": lambda fn: _log_gamma(fn.concentration).softmax(-1),
-    "Exponential": _exponential,
-    "ExpRelaxedCategorical": _relaxed,
-    "LogitRelaxedBernoulli": _relaxed,
+# By the method that they replace.
+_DRAWS: dict[Any, Callable[[Any], Logs]] = {
+    torch.distributions.Gamma.rsample: lambda fn: Logs(
+        _log_gamma(fn.concentration) - fn.rate.log()
+    ),
+    torch.distributions.Beta.rsample: _log_beta,
+    torch.distributions.Dirichlet.rsample: lambda fn: Logs(
+        _log_gamma(fn.concentration).log_softmax(-1), simplex=True
+    ),
 }
 
 
@@ -176,7 +195,6 @@ class Coordinate(ABC):
     :ivar reparameterized: whether draws have gradients to the guide's parameters.
     :ivar normal: whether its density is standard normal.
     :ivar moves: whether chains move it.
-    :ivar bounded: whether its values have a bounded support.
     :ivar follows: whether its density may depend on other coordinates. Then it is part of their
         joint density, even if a mask removes it from the weight, because it was drawn.
     """
@@ -185,7 +203,6 @@ class Coordinate(ABC):
     reparameterized: bool = True
     normal: bool = False
     moves: bool = True
-    bounded: bool = False
     follows: bool = False
 
     @property
@@ -238,11 +255,6 @@ class NoiseCoordinate(Coordinate):
         self.noise = noise
         self.normal = isinstance(noise.standard, StandardNormal)
         self.event_shape = noise.event_shape
-        support = elementwise(known_support(fn))
-        self.bounded, self._simplex = (
-            support is not constraints.real,
-            support is constraints.simplex,
-        )
         self._masked = is_masked(fn)
         # The noise and its density in the last call of log_prob, reused by log_base.
         self._latest: tuple[Tensor, Tensor] | None = None
@@ -252,11 +264,8 @@ class NoiseCoordinate(Coordinate):
             return self.noise.standard.sample(self.batch_shape + self.event_shape)
 
     def value(self, coordinate: Tensor) -> Tensor:
-        if not self.bounded:
-            with without_autocast():
-                return self.noise.transform(coordinate)
-        with without_autocast(), exact_logs_if():
-            return positive(self.noise.transform(coordinate), self._simplex)
+        with without_autocast():
+            return self.noise.transform(coordinate)
 
     def at(self, value: Tensor) -> Tensor:
         if self.noise.inverse is None:
@@ -290,34 +299,27 @@ class UnconstrainedCoordinate(Coordinate):
     def __init__(self, fn: Distribution) -> None:
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample and not is_rejection_sampled(fn)
-        self.transform = bijection_of(fn)
-        support = elementwise(known_support(fn))
-        self.bounded, self._simplex = (
-            support is not constraints.real,
-            support is constraints.simplex,
-        )
+        self.transform = simplified(bijection_of(fn))
         shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
         # In torch 2.5 the sum of an expanded distribution's shapes is a tuple.
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
-        with exact_logs_if():
-            value = logarithmic_draw(self.fn) if self.reparameterized else self.fn.sample()
-            # An alias: a flow caches the density of the tensor that it drew, without a gradient.
-            return self.transform.inv(positive(value.view_as(value), self._simplex))
+        value = logarithmic_draw(self.fn) if self.reparameterized else self.fn.sample()
+        # An alias: a flow caches the density of the tensor that it drew, without a gradient.
+        alias = value.view_as(value) if logs_of(value) is None else value
+        return pulled(self.transform, alias)
 
     def value(self, coordinate: Tensor) -> Tensor:
-        with exact_logs_if():
-            return positive(self.transform(coordinate), self._simplex)
+        return pushed(self.transform, coordinate)
 
     def at(self, value: Tensor) -> Tensor:
-        return self.transform.inv(value)
+        return pulled(self.transform, value)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         extra = self.fn.event_dim - self.transform.codomain.event_dim
-        with exact_logs(value):
-            log_det = self.transform.log_abs_det_jacobian(coordinate, value)
-            return self.fn.log_prob(value) + sum_event(log_det, extra)
+        density = at_logs(self.fn, value).log_prob(value)
+        return density + sum_event(log_det(self.transform, coordinate, value), extra)
 
 
 class CircularCoordinate(UnconstrainedCoordinate):

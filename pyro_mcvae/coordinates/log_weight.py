@@ -28,10 +28,9 @@ from pyro_mcvae.coordinates.packing import (
     value_at,
 )
 from pyro_mcvae.ops.smoothing import Widths, math_attention, smoothed, smoothed_gradients
-from pyro_mcvae.ops.tensors import Generators, as_shape, costs_nothing_to_read
+from pyro_mcvae.ops.tensors import as_shape, costs_nothing_to_read
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.distributions import unvalidated
-from pyro_mcvae.programs.exact_logs import exact_logs_if
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.programs.sites import masked_entries, without_autocast
@@ -255,26 +254,13 @@ class LogWeight:
     ) -> None:
         self.programs, self._sampler, self.kind = programs, sampler, coordinates
         self.gradient, self._widths, self._beginning = gradient, widths, begin or Beginning()
-        generators = Generators() if sampler.runner.bounded is None else None
-        sample = self._planned(within)
-        if self.plan.bounded and not sampler.runner.bounded:
-            # Repeat the draw, and use exact logarithms from now on.
-            sampler.runner.bounded = True
-            if generators is not None:
-                generators.put_back()
-                sample = self._planned(within)
-        sampler.runner.bounded = bool(sampler.runner.bounded)
+        sample, self._records = self._first_draw(within)
+        self.plan = plan_of(sample, self._records, self._beginning.fixed_sites)
         self.packing = self.plan.packing
-        with self._running(), exact_logs_if(self.plan.bounded):
+        with self._running():
             self.first = evaluate(sample, self._records)
         start = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
-
-    def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
-        with exact_logs_if(bool(self._sampler.runner.bounded)):
-            sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._beginning.fixed_sites)
-        return sample
 
     def _running(self, at: Tensor | None = None) -> ExitStack:
         """
@@ -416,19 +402,18 @@ class LogWeight:
         return weights if depth == 1 else weights.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
-        with exact_logs_if(self.plan.bounded):
-            first = self.first.sample
-            if not (first.structure.mean_field and len(flat) == first.num_particles):
-                return self._run_both(flat, detach)
-            parts = [flat] if len(first.runs) == 1 else flat.split(1)
-            moved = [
-                {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
-                for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
-            ]
-            # One run at a time, because a flow caches only the density of its last value.
-            latents = (latents_at(record, detach) for record in moved)
-            records = [old | new for old, new in zip(self._records, moved, strict=True)]
-            return self._sampler.replay(self.programs, first, latents), records
+        first = self.first.sample
+        if not (first.structure.mean_field and len(flat) == first.num_particles):
+            return self._run_both(flat, detach)
+        parts = [flat] if len(first.runs) == 1 else flat.split(1)
+        moved = [
+            {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
+            for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
+        ]
+        # One run at a time, because a flow caches only the density of its last value.
+        latents = (latents_at(record, detach) for record in moved)
+        records = [old | new for old, new in zip(self._records, moved, strict=True)]
+        return self._sampler.replay(self.programs, first, latents), records
 
     def _run_both(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first, records = self.first.sample, list[Record]()

@@ -17,6 +17,8 @@ from pyro.contrib.zuko import ZukoToPyro
 from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
+from pyro_mcvae.programs.log_values import pushed
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import Distribution, NoCoordinateError
 
 
@@ -71,8 +73,8 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
     Chains then move the noise. The draws of all other classes, custom ones too, move as
     unconstrained values.
 
-    :param classes: the classes, with their subclasses, unless these override ``rsample``,
-        ``log_prob``, ``__call__`` or ``has_rsample``.
+    :param classes: the classes, with those of their subclasses that override no method of theirs,
+        nor ``has_rsample``.
     :returns: a decorator for a function that maps a distribution to a :class:`Noise`, or a tuple of
         its fields. The function returns None if there is no explicit noise.
 
@@ -98,17 +100,21 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
 
 def noise_of(fn: Distribution) -> Noise | None:
     """Return the noise of a distribution's draws, or None if it is not explicit."""
-    function = _REGISTRY.get(type(fn)) or _inherited(type(fn))
-    noise = None if function is None else function(fn)
+    parent = next((c for c in type(fn).__mro__ if c in _REGISTRY), None)
+    if parent is None or not _draws_like(fn, parent):
+        return None
+    noise = _REGISTRY[parent](fn)
     return None if noise is None else Noise(*noise)
 
 
-def _inherited(cls: type) -> NoiseMaker | None:
-    """Return the function of the nearest registered parent, if the subclass draws like it."""
-    parent = next((c for c in cls.__mro__ if c in _REGISTRY), object)
+def _draws_like(fn: Distribution, parent: type) -> bool:
+    """Return whether draws of a distribution are those of a registered class."""
+    if not has_methods_of(fn, parent):
+        return False
+    # Subclasses within PyTorch and Pyro draw in other ways, too.
     draws = "rsample", "log_prob", "__call__", "has_rsample"
-    same = all(getattr_static(cls, n, None) is getattr_static(parent, n, None) for n in draws)
-    return _REGISTRY.get(parent) if same else None
+    kind = type(fn)
+    return all(getattr_static(kind, n, None) is getattr_static(parent, n, None) for n in draws)
 
 
 def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
@@ -140,7 +146,8 @@ def _normal(fn: Distribution) -> Noise:
 
 @register_noise(*_pair("Laplace", "Cauchy", "Logistic"))
 def _location_scale(fn: Distribution) -> Noise:
-    return _scaled(fn, _standard(_pair(type(fn).__name__)[0], fn.loc))
+    kind = next(c for c in _pair("Laplace", "Cauchy", "Logistic") if isinstance(fn, c))
+    return _scaled(fn, _standard(kind, fn.loc))
 
 
 @register_noise(*_pair("StudentT"))
@@ -254,7 +261,7 @@ def _transformed(fn: Distribution) -> Noise | None:
     def transform(eps: Tensor) -> Tensor:
         value = base(eps)
         for part in fn.transforms:
-            value = part(value)
+            value = pushed(part, value)
         return value
 
     def inverse(value: Tensor) -> Tensor:
@@ -276,14 +283,24 @@ def _transformed(fn: Distribution) -> Noise | None:
 
 @register_noise(*_pair("Kumaraswamy"))
 def _kumaraswamy(fn: Distribution) -> Noise:
-    a, b = fn.concentration1, fn.concentration0
-    ndtr, ndtri = torch.special.ndtr, torch.special.ndtri
-    return Noise(
-        StandardNormal(a),
-        fn.event_shape,
-        lambda eps: (1 - ndtr(eps) ** b.reciprocal()) ** a.reciprocal(),
-        inverse=lambda value: ndtri((1 - value**a) ** b),
-    )
+    a, b, info = fn.concentration1, fn.concentration0, torch.finfo(fn.concentration1.dtype)
+
+    def transform(eps: Tensor) -> Tensor:
+        # (1 - ndtr(eps) ** (1 / b)) ** (1 / a), where ndtr(eps) may be rounded to 1.
+        log = _log1mexp(torch.special.log_ndtr(eps) / b) / a
+        return log.exp().clamp(info.tiny, 1 - info.eps / 2)
+
+    def inverse(value: Tensor) -> Tensor:
+        return torch.special.ndtri((1 - value**a) ** b)
+
+    return Noise(StandardNormal(a), fn.event_shape, transform, inverse=inverse)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)), for x below 0."""
+    far = x < -0.7  # each branch at a value where its derivative is finite
+    log1p = torch.log1p(-torch.where(far, x, -1.0).exp())
+    return torch.where(far, log1p, (-torch.where(far, -1.0, x).expm1()).log())
 
 
 @register_noise(ZukoToPyro)

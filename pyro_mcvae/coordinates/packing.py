@@ -321,7 +321,6 @@ class Plan:
     :ivar coordinates_interact: whether one first coordinate may depend on another. A draw without
         explicit noise depends on earlier draws, so its gradients are not partial derivatives.
     :ivar discrete: the sites with a discrete coordinate, which chains do not move.
-    :ivar bounded: whether the values of a site have a bounded support.
     :ivar checked: the keys of the checks that are done.
     """
 
@@ -329,7 +328,6 @@ class Plan:
     normal: bool
     coordinates_interact: bool
     discrete: tuple[str, ...]
-    bounded: bool
     checked: set[Hashable] = field(default_factory=set)
 
     @property
@@ -387,8 +385,7 @@ def _new_plan(sample: WeightedParticles, records: list[Record], fixed: frozenset
     # The density of fixed sites may depend on the coordinates, except in a mean-field guide.
     normal = all(c.normal for c in first) and (sample.structure.mean_field or not fixed)
     discrete = (n for n in packing.sites if not records[0][n].coordinate.moves)
-    bounded = any(c.bounded for c in first)
-    plan = Plan(packing, normal, coordinates_interact, tuple(discrete), bounded)
+    plan = Plan(packing, normal, coordinates_interact, tuple(discrete))
     for name, draws in sample.structure.masked_by.items():
         if not draws.isdisjoint(plan.moving):
             raise _mask_moves_error(name, draws)

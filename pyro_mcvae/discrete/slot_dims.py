@@ -32,7 +32,6 @@ from pyro_mcvae.programs.enumeration import (
 )
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes
-from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Programs, Run, entered
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.supports import Choice
@@ -49,8 +48,7 @@ from pyro_mcvae.programs.types import (
     plate_key,
 )
 from pyro_mcvae.programs.vmap import Mode
-from pyro_mcvae.structure import provenance
-from pyro_mcvae.structure.interventions import find_dependent_plates
+from pyro_mcvae.structure.marked import MarkedRunError, marked
 
 # Slots for the discrete sites of a guide: several values of a site in one run of the programs.
 
@@ -347,7 +345,11 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     """
     run = slot_run.run
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-    traced = provenance.find_dependencies(programs, names, run.subsamples)
+    try:
+        found = marked(programs, run)
+    except MarkedRunError as error:
+        raise CoupledSlotsError(f"the programs fail at the same latents: {error}") from error
+    traced = found.dependencies(names)
     direct = {t.key: traced.factors.get(t.key, names) for t in run.summands}
     upstream = traced.ancestors(names)
     # A factor of the guide with a score function represents unknown draws: everything may depend
@@ -355,11 +357,7 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     factors = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
     hidden = frozenset(factors & slot_run.scored.keys())
     ancestors = {key: hidden.union(*(upstream[p] for p in ps)) for key, ps in direct.items()}
-    try:
-        coupled = find_dependent_plates(programs, run.subsamples).plates
-    except ProgramError as error:
-        raise CoupledSlotsError(f"the programs fail at other latents: {error}") from error
-    _check_uncoupled(slot_run, ancestors, coupled)
+    _check_uncoupled(slot_run, ancestors, found.coupled)
     return ancestors
 
 

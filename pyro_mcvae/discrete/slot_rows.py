@@ -32,7 +32,7 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import changed_draw, is_random, is_scored, reparameterized
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import LEADING, SLOT_OPTIONS, Message, SiteError, options_of
-from pyro_mcvae.structure.provenance import find_dependencies
+from pyro_mcvae.structure.marked import dependencies_of
 
 # Plans: the discrete sites with slots in the rows of a step, and the order of the rows.
 
@@ -190,7 +190,7 @@ def _common(
     if not before & continuous.keys():
         return frozenset(sites)
     names = frozenset(order)
-    traced = find_dependencies(programs, names, sample.subsamples)
+    traced = dependencies_of(programs, names, sample.runs[0])
     ancestors = traced.ancestors(names)
     return frozenset(sites).union(*(ancestors[n] for n in sites)) & (before | sites.keys())
 

@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -44,9 +44,11 @@ from pyro_mcvae.programs.contract import LossModule, nonfinite_sites, single_run
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
+    bare,
     casts_with_gradients,
     is_latent,
     is_random,
+    is_scored,
     known_support,
     without_autocast,
 )
@@ -107,6 +109,7 @@ class Estimate:
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions of the step, to name a site where the value is not finite.
+    :ivar visited: further executions along chains, to name a latent where the gradient overflows.
     :ivar scored: whether the surrogate has the score-function terms of draws without
         reparameterization; otherwise a training step with such draws raises an error.
     :ivar averaged: whether no latent has a weight, so that particles are averaged as in the plain
@@ -122,6 +125,7 @@ class Estimate:
     surrogate: Tensor
     runs: list[Run]
     _: KW_ONLY
+    visited: list[Run] = field(default_factory=list)
     scored: bool = False
     averaged: bool = False
     overflow: str = "every site is finite: their sum overflows"
@@ -171,8 +175,9 @@ def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
 _REMEDY = (
     "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
     "(torch.set_default_dtype(torch.float64)), keep latents and parameters off the ends of their "
-    "supports, and keep square roots, norms and divisions off 0, also in the branch of "
-    "torch.where that is not taken; torch.autograd.set_detect_anomaly(True) names the operation"
+    "supports (by larger concentrations, for example), and keep square roots, norms and divisions "
+    "off 0, also in the branch of torch.where that is not taken; "
+    "torch.autograd.set_detect_anomaly(True) names the operation"
 )
 
 
@@ -180,12 +185,12 @@ class GradientCheck:
     """
     Finds gradients that are not finite after a backward pass.
 
-    :param runs: the executions of the step, whose parameters are checked.
+    :param estimate: the estimate of the step, whose parameters are checked.
     :param loss: the objective, whose parameters are checked, too.
     """
 
-    def __init__(self, runs: list[Run], loss: object) -> None:
-        self._runs, self._loss = runs, loss
+    def __init__(self, estimate: Estimate, loss: object) -> None:
+        self._runs, self._visited, self._loss = estimate.runs, estimate.visited, loss
 
     def total(self) -> Tensor | None:
         """Return a number that is finite if all gradients are finite; None without gradients."""
@@ -237,22 +242,25 @@ class GradientCheck:
 
     def _near_boundaries(self) -> Iterator[str]:
         """Yield a line for each latent of the guide with values at, or almost at, a boundary."""
-        for name, site in self._runs[-1].guide_trace.nodes.items():
-            if (
-                site["type"] != "sample"
-                or not is_random(site)
-                or known_support(site["fn"]).is_discrete
-            ):
-                continue
-            value, info = site["value"].detach(), torch.finfo(site["value"].dtype)
-            # Jacobians of powers have squares and cubes of the values.
-            small, large = value.abs() < info.tiny**0.5, value.abs() > info.max ** (1 / 3)
-            near_one = (1 - value).abs() < 2 * info.eps
-            count = int((small | near_one | large).sum())
-            if count:
-                kind = type(site["fn"]).__name__
-                what = f"{count} of {value.numel()} entries are almost 0, 1 or infinite"
+        traces = {id(r.guide_trace): r.guide_trace for r in (*self._visited, self._runs[-1])}
+        near: dict[str, list[Tensor]] = {}
+        for name, site in ((n, s) for trace in traces.values() for n, s in trace.nodes.items()):
+            if is_scored(site) and is_random(site) and not known_support(site["fn"]).is_discrete:
+                near.setdefault(name, []).append(_near_boundary(site["value"].detach()))
+        for name, parts in near.items():
+            values = torch.cat(parts)
+            if len(values):
+                kind = type(bare(self._runs[-1].guide_trace.nodes[name]["fn"])).__name__
+                what = f"{len(values)} values are almost 0, 1 or infinite, such as {values[0]:.4g}"
                 yield f"site '{name}' of the guide ({kind}): {what}"
+
+
+def _near_boundary(value: Tensor) -> Tensor:
+    """Return the entries at which derivatives of elementary functions overflow."""
+    info = torch.finfo(value.dtype)
+    # Jacobians of powers have squares and cubes of the values.
+    small, large = value.abs() < info.tiny**0.5, value.abs() > info.max ** (1 / 3)
+    return value[small | ((1 - value).abs() < 2 * info.eps) | large]
 
 
 def _entries(gradient: Tensor) -> Tensor:
@@ -608,13 +616,22 @@ class MonteCarloELBO(FixedOptions, ELBO):
             return self._first_counted(programs)
         if names:
             programs = replace(programs, model=model)
-        return programs, self.estimate(programs)
+        return programs, self._estimate_of(programs)
+
+    def _estimate_of(self, programs: Programs) -> Estimate:
+        estimate: object = self.estimate(programs)
+        if not isinstance(estimate, Estimate):
+            raise TypeError(
+                f"{type(self).__name__}.estimate must return an Estimate, as from "
+                f"local_estimate(sample, bound, surrogate), got {type(estimate).__name__}"
+            )
+        return estimate
 
     def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
         """Find the latents whose prior the model counts, and repeat the step if there are some."""
         analysis = self.sampler.analyses.of(programs)
         with rewindable(True) as rewind:
-            estimate = self.estimate(programs)
+            estimate = self._estimate_of(programs)
             run = estimate.runs[0] if estimate.runs else single_run(programs)
             masks = masked_latents(programs, run).unread
             names = frozenset(n for n, guide_mask in masks.items() if guide_mask is None)
@@ -676,7 +693,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
             estimate.finish()
         loss = with_gradient_of(estimate.value, estimate.surrogate)
         if checked and loss.requires_grad and not is_recording():
-            check = GradientCheck(estimate.runs, self)
+            check = GradientCheck(estimate, self)
             loss.register_hook(lambda _: after_backward(check.raise_if_not_finite))
         return loss
 
@@ -705,7 +722,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def _checked_backward(self, estimate: Estimate) -> float:
         """Accumulate the gradient. Read the loss and the check from the device together."""
-        check, free = GradientCheck(estimate.runs, self), costs_nothing_to_read(estimate.value)
+        check, free = GradientCheck(estimate, self), costs_nothing_to_read(estimate.value)
         loss = finite_loss(estimate) if free else math.nan
         self._backward(estimate.surrogate)
         gradients = check.total()

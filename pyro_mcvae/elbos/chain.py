@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
-from pyro_mcvae.ops.tensors import follow
+from pyro_mcvae.ops.tensors import follow, is_recording
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
@@ -37,6 +38,8 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.stored_module import StoredModule
 from pyro_mcvae.programs.types import NothingToMoveError, Site
 from pyro_mcvae.structure.finder import StructureFinder
+
+_logger = logging.getLogger(__name__)
 
 # Defensive mixtures: a diverged chain has about the weight of its first draw.
 
@@ -134,6 +137,10 @@ _OVERFLOW = (
     "has the present one and the acceptance), or let it adapt from a small one"
 )
 
+# Moves are checked at 8, 16, 32, ... training steps. Step sizes that adapt have more time.
+_FIRST_CHECK, _FIRST_CHECK_IF_ADAPTIVE = 8, 64
+_LEAST_ACCEPTANCE = 0.01
+
 # Whether chains move the latents of the programs.
 _MOVES = ("moves",)
 
@@ -195,6 +202,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         self.kernel.check_transitions(self.num_steps)
         self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
+        self._num_trained, self._warned = 0, False
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         self.joint, self.baseline = joint, baseline
@@ -252,6 +260,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
                 estimate.finish = partial(self._adapt, chain)
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
+        estimate.visited = density.visited
         return estimate
 
     def _causes(self) -> list[str]:
@@ -358,6 +367,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         return log_weight.squeeze(0) if len(log_weight) == 1 else log_weight.mean(0)
 
     def _adapt(self, chain: Chain) -> None:
+        self._check_moves(chain)
         step_size = self.kernel.step_size
         if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
             return  # nothing to adapt, and no need to wait for other ranks
@@ -365,6 +375,36 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         if num_ranks() > 1:
             acceptance, gradient = self._over_ranks(acceptance, gradient)
         step_size.update(acceptance, gradient)
+
+    def _check_moves(self, chain: Chain) -> None:
+        """Warn once if moves go so far that they would hardly ever be accepted."""
+        self._num_trained += 1
+        count, step = self._num_trained, self.last_step
+        adapts = type(self.kernel.step_size).update is not StepSize.update
+        first = _FIRST_CHECK_IF_ADAPTIVE if adapts else _FIRST_CHECK
+        due = count >= first and count & (count - 1) == 0 and not self._warned
+        if not due or step is None or not step.acceptance.numel() or is_recording():
+            return
+        acceptance = step.acceptance.max() if self.kernel.adjusted else step.acceptance.min()
+        if float(acceptance) >= _LEAST_ACCEPTANCE:
+            return
+        fall = ""
+        if not self.kernel.adjusted:
+            ends = (chain.start.log_weight, chain.log_weight)
+            start, end = (float(w.detach().mean()) for w in ends)
+            if end > start - 1.0:
+                return
+            fall = f", and the mean log weight falls from {start:.1f} (first draws) to {end:.1f}"
+        self._warned = True
+        sizes = ", ".join(f"{s:.3g}" for s in step.step_size.flatten()[:3].tolist())
+        _logger.warning(
+            "the moves of %s go too far: the acceptance of a transition is %.3f%s. The step size "
+            "is %s: use a smaller one, or AdaptiveStepSize(), which finds one (last_step has both)",
+            type(self).__name__,
+            float(acceptance),
+            fall,
+            sizes,
+        )
 
     def _over_ranks(
         self, acceptance: Tensor, gradient: Tensor | None
@@ -640,8 +680,8 @@ class TraceAIS_ELBO(ChainELBO):
     :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
         :class:`LearnedSchedule`, or :class:`LinearSchedule` if a kernel is given or with the
         ``"reweighted"`` gradient.
-    :param int num_particles: independent chains, whose W are averaged; at least 2 for the
-        baseline, unless K is 1.
+    :param int num_particles: independent chains, whose W are averaged; 2 by default. One chain has
+        no baseline, as in Algorithm 2 of the paper, and a much noisier gradient.
     :param bool multi_sample: average :math:`\exp W` inside the logarithm, which gives a tighter
         bound for several particles. The learning signal is then that of VIMCO.
     :param str coordinates: ``"noise"`` or ``"latent"``.
@@ -658,9 +698,8 @@ class TraceAIS_ELBO(ChainELBO):
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1, an
-        unadjusted kernel, and counts out of range. The full gradient needs more than one particle.
-        At the first step, for models and guides in which no latent has a separate weight, and for
-        discrete sites that cannot have slots.
+        unadjusted kernel, and counts out of range. At the first step, for models and guides in
+        which no latent has a separate weight, and for discrete sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
@@ -698,15 +737,6 @@ class TraceAIS_ELBO(ChainELBO):
         **options: Unpack[ChainOptions],
     ) -> None:
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
-
-    def _use_particles(self, num_particles: int) -> None:
-        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator != "reweighted":
-            raise ValueError(
-                f"the score-function terms of TraceAIS_ELBO take the other particles as their "
-                f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "
-                f"TraceSIS_ELBO, or gradient_estimator='reweighted'"
-            )
-        super()._use_particles(num_particles)
 
     def _default_kernel(self, trained: bool) -> Kernel:
         return HMC(num_leapfrog=2, laziness=0.03)

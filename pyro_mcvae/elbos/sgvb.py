@@ -23,11 +23,12 @@ from typing_extensions import Unpack
 from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_cost, elbo_costs, elbo_estimate
 from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.programs.methods import has_methods_of, library_class
 from pyro_mcvae.programs.run import Programs, Run
-from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
+from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, layers, masked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, Site
-from pyro_mcvae.structure.provenance import dependencies_of
+from pyro_mcvae.structure.marked import dependencies_of
 
 # Closed-form Kullback-Leibler divergences of single sites.
 
@@ -106,22 +107,40 @@ def _is_right(q: Any, p: Any) -> bool:
     """
     Return whether PyTorch's closed form is the divergence, with its gradient.
 
-    Two rules of PyTorch are for whole families. The rule for transformed distributions assumes two
-    equal invertible transforms. It is wrong for :class:`~pyro.distributions.FoldedDistribution`,
-    and gives no gradient to parameters of two transforms with equal values. The rule for
-    exponential families detaches the first distribution.
+    A rule is for two classes. It is wrong for subclasses that override a method, for example
+    ``log_prob``. Two rules of PyTorch are for whole families. The rule for transformed
+    distributions assumes two equal invertible transforms. It is wrong for
+    :class:`~pyro.distributions.FoldedDistribution`, and gives no gradient to parameters of two
+    transforms with equal values. The rule for exponential families detaches the first distribution.
+    Two rules are infinite at the ends of equal supports.
     """
-    while isinstance(q, Independent) and isinstance(p, Independent):
-        q, p = q.base_dist, p.base_dist
     kinds = type(q), type(p)
     # The rule may be NotImplemented, which has no truth value.
     rule = kl._KL_MEMOIZE[kinds] if kinds in kl._KL_MEMOIZE else kl._dispatch_kl(*kinds)
+    if rule in _WRONG_RULES or not any(
+        has_methods_of(q, pair[0]) and has_methods_of(p, pair[1])
+        for pair, other in kl._KL_REGISTRY.items()
+        if other is rule
+    ):
+        return False
+    if isinstance(q, Independent) and isinstance(p, Independent):
+        return _is_right(q.base_dist, p.base_dist)
     if rule is not kl._kl_transformed_transformed:
-        return rule is not kl._kl_expfamily_expfamily
+        # Rules for wrappers have the closed form of what is wrapped.
+        parts = [*layers(q)][1:] + [*layers(p)][1:]
+        return all(has_methods_of(f, library_class(f)) for f in parts)
     return _is_right(q.base_dist, p.base_dist) and all(
         a.bijective and (a is b or (_is_fixed(a) and _is_fixed(b)))
         for a, b in zip(q.transforms, p.transforms, strict=False)
     )
+
+
+# The divergence of a uniform distribution on [0, 1] and a continuous Bernoulli is finite.
+_WRONG_RULES = (
+    kl._kl_expfamily_expfamily,
+    kl._kl_uniform_continuous_bernoulli,
+    kl._kl_continuous_bernoulli_uniform,
+)
 
 
 def _is_fixed(transform: Transform) -> bool:

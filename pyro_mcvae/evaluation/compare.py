@@ -26,6 +26,7 @@ from pyro_mcvae.evaluation.evidence import (
     fraction,
     guide_and_chains,
     has_light_tail,
+    known_error,
     number,
     table,
     with_error,
@@ -38,6 +39,7 @@ from pyro_mcvae.evaluation.options import (
     make_programs,
     progress_bar,
 )
+from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
@@ -62,7 +64,7 @@ _ALIKE = 0.1
 @dataclass
 class TrainedCopy:
     """
-    The results of one loss in :func:`compare`.
+    The results of one loss in :func:`.compare`.
 
     :ivar bounds: the bound of the loss at every step, in nats per weight.
     :ivar seconds: the training time.
@@ -98,9 +100,9 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    The result of :func:`compare`: a dict of :class:`.TrainedCopy` by name.
+    The result of :func:`.compare`: a dict of :class:`.TrainedCopy` by name.
 
-    :func:`compare` has an example.
+    :func:`.compare` has an example.
 
     :param copies: the results of each loss.
     :param bool learns: whether the model has parameters. If not, the evidence is the same for all.
@@ -125,14 +127,14 @@ class Comparison(dict[str, TrainedCopy]):
         """
         Return the difference of the mean log evidence of two losses, and its standard error. This
         is the error of paired differences over data, or, with a single weight, the Monte Carlo
-        error.
+        error. It is NaN if the error of one of them is unknown.
         """
         first, second = self[name].evidence, self[over].evidence
         difference = first.log_evidence - second.log_evidence
         error = torch.hypot(first.standard_error, second.standard_error)
         if difference.numel() > 1:
             error = difference.std() / math.sqrt(difference.numel())
-        return float(difference.mean()), float(error)
+        return float(difference.mean()), known_error(error, first, second)
 
     @property
     def best(self) -> list[str]:
@@ -141,7 +143,7 @@ class Comparison(dict[str, TrainedCopy]):
 
         If the model has parameters, losses are compared by the log evidence, within two standard
         errors. Otherwise they are compared by the effective sample size of the guide (geometric
-        mean), within a tenth. If :attr:`evaluated` is False, all losses are returned, with the
+        mean), within a tenth. If :attr:`.evaluated` is False, all losses are returned, with the
         highest ELBO first. Each loss has only one training run, so another seed may give another
         order.
         """
@@ -154,7 +156,7 @@ class Comparison(dict[str, TrainedCopy]):
             return [n for n in order if n == order[0] or sizes[order[0]] - sizes[n] < _ALIKE]
         order = sorted(names, key=lambda n: -float(self[n].evidence.mean))
         gains = {n: self.gain(order[0], n) for n in order[1:]}
-        return [n for n in order if n == order[0] or gains[n][0] <= _ERRORS * gains[n][1]]
+        return [n for n in order if n == order[0] or not gains[n][0] > _ERRORS * gains[n][1]]
 
     @property
     def evaluated(self) -> bool:
@@ -169,6 +171,42 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def _running(self) -> list[str]:
         return [n for n in self if not self[n].failed] or list(self)
+
+    def plot(self, axes: Any = None) -> tuple[Any, Any]:
+        """
+        Plot the ELBO and the log evidence of each loss, and the evidence over training.
+
+        Bars are two Monte Carlo errors. The curves are estimates with few particles, so their ends
+        can be below the final evidence.
+
+        :param axes: two matplotlib axes; None creates a figure.
+        :returns: the two axes.
+
+        Example::
+
+            >>> left, right = result.plot()  # doctest: +SKIP
+            >>> left.figure.savefig("comparison.png")  # doctest: +SKIP
+        """
+        left, right = panels(axes)
+        plot_estimates(
+            left,
+            [
+                row
+                for name, copy in self.items()
+                for row in (
+                    (f"{name}: ELBO", copy.guide.bound.mean()),
+                    (f"{name}: log p(x)", copy.evidence),
+                )
+            ],
+        )
+        left.set_title("Evaluated data, one estimator for all")
+        curves = {
+            name: {step: evidence for step, (_, evidence) in copy.curve.items()}
+            for name, copy in self.items()
+        }
+        plot_curves(right, curves)
+        right.set_title("During training")
+        return left, right
 
     @property
     def verdict(self) -> str:
@@ -510,18 +548,19 @@ _FEW = 0.05
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    The result of :func:`compare_models`: a dict of :class:`.LogEvidence` by name, highest first.
+    The result of :func:`.compare_models`: a dict of :class:`.LogEvidence` by name, highest first.
 
-    :func:`compare_models` has an example.
+    :func:`.compare_models` has an example.
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
         """
-        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        Return the log Bayes factor of one model over another, in nats, and its standard error, or
+        NaN if the error of one of them is unknown.
         """
         first, second = self[name], self[other]
         error = torch.hypot(first.total_standard_error, second.total_standard_error)
-        return float(first.total - second.total), float(error)
+        return float(first.total - second.total), known_error(error, first, second)
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -593,7 +632,7 @@ class ModelComparison(dict[str, LogEvidence]):
             rows.append(
                 [
                     name,
-                    number(float(evidence.total), float(evidence.total_standard_error)),
+                    with_error(evidence, evidence.total, evidence.total_standard_error),
                     "" if name == top else number(*self.difference(top, name)),
                     "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
                     f"{float(evidence.pareto_k.max()):.2f}",
@@ -618,7 +657,7 @@ def compare_models(
     estimate is too low. Therefore a model whose :math:`\hat k`, with its error, may be above 0.7 is
     never declared worse. Parameters that were fitted to the same data favor the larger model. Make
     them latent, with priors, or evaluate on held-out data. Models with exchangeable components,
-    such as mixtures, have K! equal modes, which are all included; see :class:`Labellings`.
+    such as mixtures, have K! equal modes, which are all included; see :class:`.Labellings`.
 
     Guides of the same class (two ``AutoNormal``) have parameters with the same names. Call
     ``pyro.clear_param_store()`` before you train each guide. Each guide is then evaluated with its

@@ -28,13 +28,15 @@ _logger = logging.getLogger(__name__)
 
 def number(value: float, error: float) -> str:
     """
-    Format a number with as many digits as its error allows.
+    Format a number with as many digits as its error allows; NaN is an unknown error.
 
     Example::
 
         >>> number(-22.9712, 0.0613), number(-1234.56, 7.0), number(1.0, 0.0)
         ('-22.971 ± 0.061', '-1234.6 ± 7.0', '1.0000 ± 0.0000')
     """
+    if math.isnan(error):
+        return f"{value:.3f} ± unknown"
     digits = 4
     if error > 0 and math.isfinite(error):
         digits = min(4, max(0, 1 - math.floor(math.log10(error))))
@@ -227,12 +229,19 @@ def fraction(flags: Tensor) -> float:
 
 
 def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
+    """Format a number with its error, as from :func:`known_error`."""
+    return number(float(value), known_error(error, evidence))
+
+
+def known_error(error: Tensor | float, *evidences: LogEvidence) -> float:
     """
-    Format a number with its error. The error is unknown if a few draws dominate for more than a
-    twentieth of the weights. It is also unknown if most weights have tails that are too heavy.
+    Return an error, or NaN if it is unknown for one of the estimates that it belongs to.
+
+    It is unknown if a few draws dominate for more than a twentieth of the weights. It is also
+    unknown if most weights have tails that are too heavy.
     """
-    known = fraction(evidence.few) <= 0.05 and fraction(evidence.unreliable) <= 0.5
-    return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
+    known = (fraction(e.few) <= 0.05 and fraction(e.unreliable) <= 0.5 for e in evidences)
+    return float(error) if all(known) else math.nan
 
 
 def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:

@@ -24,7 +24,7 @@ from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import FactorKey, Message, Site, first_line, plate_frames, plate_key
-from pyro_mcvae.structure import provenance
+from pyro_mcvae.structure.marked import dependencies_of
 
 _logger = logging.getLogger(__name__)
 
@@ -339,9 +339,7 @@ def guide_values(
     missing = [n for n in random if n not in latents]
     if not missing:
         return values
-    parents = provenance.find_dependencies(
-        programs, frozenset(random), reference.subsamples
-    ).factors
+    parents = dependencies_of(programs, frozenset(random), reference.runs[0]).factors
     for name in missing:
         follow = [
             n

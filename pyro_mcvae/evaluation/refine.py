@@ -31,7 +31,7 @@ class PosteriorDraws(dict[str, Tensor]):
     A dict with draws of every latent of the model, in its support: shape ``[num_samples,
     *site_shape]``, for ``pyro.infer.Predictive(model, posterior_samples=draws)``.
 
-    :func:`refine` returns it, and has an example.
+    :func:`.refine` returns it, and has an example.
 
     :ivar log_weight: the log weight of the candidate or chain of each draw, shape ``[num_samples,
         *plates]``.
@@ -382,7 +382,7 @@ def _move(
 
 def to_inference_data(draws: PosteriorDraws) -> Any:
     """
-    Convert draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
+    Convert draws of :func:`.refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
     ``az.plot_*``.
 
     The groups are ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with
@@ -394,7 +394,7 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
     ``pyro.infer.Predictive(model, posterior_samples=draws)`` to ``arviz.from_dict`` as
     ``posterior_predictive``.
 
-    :param PosteriorDraws draws: the result of :func:`refine`.
+    :param PosteriorDraws draws: the result of :func:`.refine`.
     :returns: ``arviz.InferenceData`` (ArviZ 0.x), or the ``xarray.DataTree`` of ArviZ 1.x.
     :raises ValueError: for other draws.
     :raises ImportError: without ArviZ.

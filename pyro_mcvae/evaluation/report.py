@@ -30,6 +30,7 @@ from pyro_mcvae.evaluation.options import (
     make_options,
     make_programs,
 )
+from pyro_mcvae.evaluation.plots import panels, plot_estimates, plot_gaps
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
@@ -58,7 +59,7 @@ _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
 @dataclass(frozen=True)
 class Report:
     """
-    The result of :func:`report`. Tensors have one entry per datum, shape ``[*plates]``.
+    The result of :func:`.report`. Tensors have one entry per datum, shape ``[*plates]``.
 
     :ivar evidence: the :class:`.LogEvidence` to compare with: by chains, if they ran, and by those
         from the prior if these reliably find more.
@@ -158,6 +159,33 @@ class Report:
             tuple(int(i) for i in torch.unravel_index(at, self.gap.shape)) for at in largest.indices
         ]
         return list(zip(indices, largest.values.tolist(), strict=True))
+
+    def plot(self, axes: Any = None) -> tuple[Any, Any]:
+        r"""
+        Plot the bound and the estimates of the evidence with two errors, and the gap of each datum
+        over :math:`\hat k`.
+
+        :param axes: two matplotlib axes; None creates a figure.
+        :returns: the two axes.
+
+        Example::
+
+            >>> left, right = report(model, guide, x).plot()  # doctest: +SKIP
+            >>> left.figure.savefig("report.png")  # doctest: +SKIP
+        """
+        left, right = panels(axes)
+        rows: list[tuple[str, Tensor | LogEvidence]] = [("ELBO", self.bound.mean())]
+        rows += [("weights of the guide", self.guide)]
+        for chains in self.chains:
+            start = "fitted normal" if chains.whitened else "guide"
+            rows.append((f"{_steps(chains)} steps from the {start}", chains))
+        if isinstance(self.prior, LogEvidence):
+            rows.append(("chains from the prior", self.prior))
+        plot_estimates(left, rows)
+        left.set_title("Bound and log evidence")
+        plot_gaps(right, self.gap, self.guide.pareto_k)
+        right.set_title(f"Gap of each weight, mean {float(self.gap.mean()):.2f}")
+        return left, right
 
     @property
     def trusted(self) -> bool:
@@ -291,7 +319,7 @@ def report(
     from the prior and weighted.
 
     If components are exchangeable, as in mixtures, the evidence includes all labellings; see
-    :class:`Labellings`.
+    :class:`.Labellings`.
 
     :param model: a Pyro model.
     :param guide: its guide.

@@ -137,7 +137,7 @@ class Sandwich:
     r"""
     Bounds on :math:`\log p(x)` from both sides, each in expectation, for simulated data.
 
-    :func:`sandwich` returns it, and has an example.
+    :func:`.sandwich` returns it, and has an example.
 
     :ivar lower: the bound by chains from the guide's draws, shape ``[num_simulations, *plates]``.
     :ivar upper: the bound by chains from the exact posterior draws that generated the data.
@@ -206,7 +206,7 @@ def sandwich(
     If the gap is small, :func:`log_evidence` with this schedule and kernel is accurate on data that
     are similar to simulated data. This requires an amortized guide, which is a function of the
     data. A guide that was trained on fixed data, such as an AutoGuide, does not fit simulated data.
-    The bounds are then valid, but the gap does not apply to your data. Use :func:`report` instead.
+    The bounds are then valid, but the gap does not apply to your data. Use :func:`.report` instead.
 
     Global latents that the guide draws are simulated, too. Point masses of the guide do not change.
 

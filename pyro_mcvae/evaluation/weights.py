@@ -48,7 +48,7 @@ from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
-from pyro_mcvae.structure import provenance
+from pyro_mcvae.structure.marked import dependencies_of
 from pyro_mcvae.truncated.posterior import drawn_from_states
 
 # Summaries of weights that are drawn in chunks.
@@ -442,7 +442,7 @@ def find_points(programs: Programs, run: Run) -> frozenset[str]:
     points = {s["name"] for s in sites if is_delta(s["fn"])}
     names = frozenset(s["name"] for s in sites if is_random(s))
     if points and names:
-        traced = provenance.find_dependencies(programs, names, run.subsamples)
+        traced = dependencies_of(programs, names, run)
         points = {n for n in points if not traced.factors.get(FactorKey("guide", n), names)}
     return frozenset(points)
 

@@ -56,7 +56,6 @@ _RELATIVE_WIDTH = 0.2
 # Files with frames between an operation and the code that calls it.
 _INTERNAL_FILES = (
     __file__,
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), "programs", "exact_logs.py"),
     functional.__file__,
     torch.overrides.__file__,
     torch._tensor.__file__,

@@ -31,7 +31,6 @@ from pyro_mcvae.programs.contract import (
     check_batch_dims,
     check_nesting,
     check_run,
-    checked_run,
     nesting_of,
     single_run,
 )
@@ -44,6 +43,7 @@ from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import HOW_RUNS, Analyses
 from pyro_mcvae.structure.finder import without_auxiliary
+from pyro_mcvae.structure.marked import checked_marked_run
 
 # The requested execution, and the layout of its leading dims.
 
@@ -178,8 +178,6 @@ class Runner:
         self.analyses = analyses or Analyses()
         self.strict_enumeration = strict_enumeration
         self._vectorize = vectorize
-        # Whether chains have moved latents with a bounded support; None before the first chain.
-        self.bounded: bool | None = None
         self._has_run = False
 
     @property
@@ -467,7 +465,7 @@ class Runner:
         return self.declared_nesting == math.inf
 
     def _checked_run(self, programs: Programs) -> Run:
-        return checked_run(programs, self.strict_enumeration)
+        return checked_marked_run(programs, self.strict_enumeration)
 
 
 class _RepeatError(Exception):

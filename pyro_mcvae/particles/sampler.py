@@ -17,7 +17,7 @@ from pyro_mcvae.particles.runner import Execution, Layout, Runner, not_executed
 from pyro_mcvae.programs.enumeration import draw_states
 from pyro_mcvae.programs.messengers import Minibatch, ModelNoise, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, replay_model, run_model, terms_of, with_changes
-from pyro_mcvae.programs.sites import is_latent
+from pyro_mcvae.programs.sites import changed_draw, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import (
     FactorKey,
@@ -432,7 +432,8 @@ class ParticleSampler:
         detached = []
         for run in sample.runs:
             nodes = run.guide_trace.nodes
-            draws = {n: {"value": nodes[n]["value"].detach()} for n in nodes if is_latent(nodes[n])}
+            drawn = {n: s["value"] for n, s in nodes.items() if is_latent(s)}
+            draws = {n: {"value": changed_draw(Tensor.detach, v)} for n, v in drawn.items()}
             terms = tuple(t for t in run.terms if not t.in_guide)
             trace = with_changes(run.guide_trace, draws)
             detached.append(replace(run, guide_trace=trace, terms=terms))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import is_validation_enabled
@@ -327,7 +328,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
         return Run(*traces, terms, nesting, None, subsamples=batch, state_dim=state_dim)
 
 
-def _drawn_inside(msg: Message) -> Tensor:
+def drawn_inside(msg: Message) -> Tensor:
     """Draw from a site, but not the open end of its support, to which draws may be rounded."""
     value: Tensor = msg["fn"](*msg["args"], **msg["kwargs"])
     support = elementwise(known_support(msg["fn"]))
@@ -348,13 +349,31 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     """
     with isolated(programs.owners):
         batch = Minibatch()
-        traces = run_pair(programs, Substitutes(batch, sample_fn=_drawn_inside))
-        check_sites(*traces, strict_enumeration, before_sums=True)
-        run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=batch)
-        with warnings.catch_warnings():
-            # Sites that the model enumerates are in the model alone.
-            warnings.filterwarnings("ignore", "Found vars in model but not guide")
-            check_run(run, math.inf, strict_enumeration, before_sums=True)
+        traces = run_pair(programs, Substitutes(batch, sample_fn=drawn_inside))
+        return checked(*traces, batch, strict_enumeration)
+
+
+def checked(
+    guide_trace: Trace,
+    model_trace: Trace,
+    subsamples: Minibatch,
+    strict_enumeration: bool,
+    terms: tuple[Term, ...] | None = None,
+) -> Run:
+    """
+    Return the checked run of two traces without leading dims.
+
+    :param terms: the factors of the traces, if they are known.
+    :raises ValueError: for a model and a guide that do not fit together.
+    """
+    traces = guide_trace, model_trace
+    check_sites(*traces, strict_enumeration, before_sums=True)
+    terms = terms_of(*traces) if terms is None else terms
+    run = Run(*traces, terms, nesting_of(*traces), None, subsamples=subsamples)
+    with warnings.catch_warnings():
+        # Sites that the model enumerates are in the model alone.
+        warnings.filterwarnings("ignore", "Found vars in model but not guide")
+        check_run(run, math.inf, strict_enumeration, before_sums=True)
     # Dims of size 1 outside plates are counted too, for example the time dim of
     # pyro.contrib.forecast. The dims of tensors that broadcast against them are to their right.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)
@@ -370,12 +389,21 @@ class LossModule(ELBOModule):
     def __init__(self, model: Any, guide: Any, elbo: ELBO) -> None:
         super().__init__(model, guide, elbo)
         self._warn = WarnOnce(_logger)
+        self._was_called = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().forward(*args, **kwargs)
+        self._was_called = True
+        return loss
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Warn about a guide without parameters, which an optimizer would leave untrained."""
         if not isinstance(self.guide, nn.Module):
-            self._warn(_FUNCTION)
-        elif next(self.guide.parameters(), None) is None:
+            own, stored = super().named_parameters(), pyro.get_param_store().named_parameters()
+            # After a call the store has the guide's parameters, if there are any.
+            if not self._was_called or {id(p) for _, p in stored} - {id(p) for _, p in own}:
+                self._warn(_FUNCTION)
+        elif not self._was_called and next(self.guide.parameters(), None) is None:
             self._warn(_NO_PARAMETERS % type(self.guide).__name__)
         return super().named_parameters(*args, **kwargs)
 

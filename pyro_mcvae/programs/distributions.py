@@ -24,6 +24,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import bare, elementwise, known_support, layers, tensors_of
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
 
@@ -86,12 +87,12 @@ Patch = Callable[[Distribution], Distribution]
 
 def patched(fn: Distribution) -> Distribution:
     """Return the same distribution with a correct sampler."""
-    return _patched(fn) if any(isinstance(f, _FAULTY) for f in layers(fn)) else fn
+    return _patched(fn) if any(has_methods_of(f, *_FAULTY) for f in layers(fn)) else fn
 
 
 def _patched(fn: Distribution) -> Distribution:
     for cls, patch in _PATCHES.items():
-        if isinstance(fn, cls):
+        if has_methods_of(fn, cls):
             return patch(fn)
     new = copy(fn)
     new.base_dist = _patched(fn.base_dist)

@@ -12,6 +12,8 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, instance_norm
@@ -102,13 +104,7 @@ class FixedStatistics(TorchFunctionMode):
 
     Each channel has a different mean. So the result changes if a layer takes another dim for the
     channels, even if the layer has its initial statistics.
-
-    :ivar bool used: whether a program has normalized.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = False
 
     def __torch_function__(
         self,
@@ -119,7 +115,6 @@ class FixedStatistics(TorchFunctionMode):
     ) -> object:
         if func not in (batch_norm, instance_norm):
             return func(*args, **(kwargs or {}))
-        self.used = True
         call = _bound(func, args, kwargs or {})
         if func is instance_norm:
             if call["use_input_stats"]:
@@ -134,12 +129,6 @@ class FixedStatistics(TorchFunctionMode):
         call["running_mean"] = shift if mean is None else mean + shift
         call["running_var"] = like.new_ones(x.shape[1]) if variance is None else variance
         return func(**call)
-
-
-def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of values that a ``batch_norm`` call averages over, 0 in eval mode."""
-    call = _bound(batch_norm, args, kwargs)
-    return int(call["input"].numel()) if call["training"] else 0
 
 
 def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +153,16 @@ def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
         yield
 
 
+class Isolation(BlockMessenger):
+    """Hides every site from all outer handlers."""
+
+
+def visible_handlers() -> list[object]:
+    """Return the active handlers that see the sites of a run: those inside the last isolation."""
+    isolated = [i for i, handler in enumerate(_PYRO_STACK) if isinstance(handler, Isolation)]
+    return _PYRO_STACK[isolated[-1] + 1 :] if isolated else list(_PYRO_STACK)
+
+
 @contextmanager
 def restored(owners: Iterable[object]) -> Iterator[None]:
     """
@@ -178,7 +177,7 @@ def restored(owners: Iterable[object]) -> Iterator[None]:
     state = pyro.util.get_rng_state()
     with (
         torch.random.fork_rng(devices),
-        poutine.block(),
+        Isolation(),
         _saved_state(owners),
     ):
         try:
@@ -231,7 +230,9 @@ def _saved_owner(owner: Any) -> Iterator[None]:
     parts: list[dict[str, Any]] = []
     if isinstance(owner, nn.Module):
         parts = [owner._buffers, owner._parameters]
-    if not type(owner).__module__.startswith(LIBRARIES):
+    # The first call of an AutoGuide, also of a subclass, sets up attributes that belong together.
+    is_set_up = getattr(owner, "prototype_trace", owner) is not None
+    if is_set_up and not type(owner).__module__.startswith(LIBRARIES):
         parts.append(vars(owner))
     before = [{name: v for name, v in part.items() if v is not None} for part in parts]
     for part, originals in zip(parts, before, strict=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
@@ -44,21 +45,40 @@ class NonReentrant:
 
     The numbers are the same. But a reentrant checkpoint of tensors without gradient (latents that
     are detached from the guide) has no gradient for its parameters either. It can also not be
-    differentiated twice, or with respect to chosen tensors.
+    differentiated twice, or with respect to chosen tensors. Other threads keep theirs.
     """
 
+    _lock = threading.Lock()
+    _threads: ClassVar[list[int]] = []  # one entry for each context, in any order
+    _before: Any = None
+
     def __enter__(self) -> None:
-        self._before = vars(CheckpointFunction).get("apply")
-        setattr(CheckpointFunction, "apply", staticmethod(_non_reentrant))  # noqa: B010
+        self._thread, kind = threading.get_ident(), NonReentrant
+        with self._lock:
+            if not self._threads:
+                kind._before = vars(CheckpointFunction).get("apply")
+                setattr(CheckpointFunction, "apply", staticmethod(_non_reentrant))  # noqa: B010
+            self._threads.append(self._thread)
 
     def __exit__(self, *error: object) -> None:
-        if self._before is None:
-            del CheckpointFunction.apply  # restores the method of its base class
-        else:
-            setattr(CheckpointFunction, "apply", self._before)  # noqa: B010
+        with self._lock:
+            self._threads.remove(self._thread)
+            if self._threads:
+                return
+            if self._before is None:
+                del CheckpointFunction.apply  # restores the method of its base class
+            else:
+                setattr(CheckpointFunction, "apply", self._before)  # noqa: B010
 
 
 def _non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    if threading.get_ident() not in NonReentrant._threads:
+        original = NonReentrant._before
+        if original is not None:
+            return original.__get__(None, CheckpointFunction)(function, preserve_rng_state, *args)
+        return super(CheckpointFunction, CheckpointFunction).apply(
+            function, preserve_rng_state, *args
+        )
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 

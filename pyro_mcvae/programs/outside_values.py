@@ -315,14 +315,14 @@ class Dependencies:
             for kind in ("parameters", "buffers", "modules"):
                 space = getattr(value, f"_{kind}")
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
-                yield from _named(space, f"'{{}}' of the {kind} of {name}")
+                yield from _named(space, "", f" of the {kind} of {name}")
         elif isinstance(value, _CONTAINERS):
             yield from self._items(value, name)
         elif _is_array(value):
             yield from self._array(value, name)
         elif isinstance(value, Distribution):
             keys = [k for k in vars(value) if k in value.arg_constraints or k == "base_dist"]
-            yield from _named(vars(value), f"'{{}}' of {name}", keys)
+            yield from _named(vars(value), "", f" of {name}", keys)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
@@ -378,7 +378,7 @@ class Dependencies:
         space = getattr(value, "__dict__", {})
         keys = [k for k in space if k not in _OF_A_MODULE or not isinstance(value, nn.Module)]
         keys = [k for k in keys if self._is_read(space[k], k)]
-        yield from _named(space, f"attribute '{{}}' of {kind}", keys)
+        yield from _named(space, "attribute ", f" of {kind}", keys)
 
     def _is_read(self, value: object, name: str) -> bool:
         large = isinstance(value, Iterator) or _is_array(value)
@@ -483,7 +483,7 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
         if isinstance(value, ModuleType):
             yield from _module_entries(value, names, set())
         elif value is not _MISSING and name in space:
-            yield from _named(space, "global '{}'", [name])
+            yield from _named(space, "global ", "", [name])
 
 
 def _module_entries(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
@@ -492,17 +492,17 @@ def _module_entries(module: ModuleType, names: Iterable[str], seen: set[int]) ->
         return
     seen.add(id(module))
     inner = [n for n in names if n in vars(module)]
-    yield from _named(vars(module), f"'{{}}' of module {module.__name__}", inner)
+    yield from _named(vars(module), "", f" of module {module.__name__}", inner)
     for value in (vars(module)[n] for n in inner):
         if isinstance(value, ModuleType):
             yield from _module_entries(value, names, seen)
 
 
 def _named(
-    space: dict[str, object], name: str, keys: Iterable[str] | None = None
+    space: dict[str, object], before: str, after: str, keys: Iterable[str] | None = None
 ) -> Iterator[Entry]:
     for key in list(space if keys is None else keys):
-        yield Entry(space.get, key, space[key], name.replace("{}", str(key)))
+        yield Entry(space.get, key, space[key], f"{before}'{key}'{after}")
 
 
 def _is_datum(value: object) -> bool:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import pyro
@@ -16,30 +13,15 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.distributions import unvalidated
-from pyro_mcvae.programs.exact_logs import without_exact_logs
-from pyro_mcvae.programs.isolation import FixedStatistics, restored
+from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
-from pyro_mcvae.programs.run import Programs, run_model, run_pair, with_changes
-from pyro_mcvae.programs.source_lines import program_line
+from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms, scored
 from pyro_mcvae.programs.types import FactorKey, Message
 
 # Constants instead of the random numbers that programs draw outside sample sites.
-
-
-class Draw(NamedTuple):
-    """
-    Random numbers that a program draws outside sample sites, as ``nn.Dropout`` does.
-
-    :ivar size: the number of values.
-    :ivar line: the line of the program.
-    """
-
-    size: int
-    line: str
 
 
 class FixedNoise(Messenger):
@@ -49,15 +31,10 @@ class FixedNoise(Messenger):
     Runs of different shapes draw different dropout masks, and cannot be compared. With constants
     they can: no unit is dropped, and noise has one value everywhere. Draws from a generator that
     the program passes are not replaced.
-
-    :param bool fixes: False to record draws only.
-    :ivar draws: the recorded draws.
     """
 
-    def __init__(self, fixes: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.draws: list[Draw] = []
-        self._fixes = fixes
         self._at_site = False
 
     @contextmanager
@@ -66,14 +43,11 @@ class FixedNoise(Messenger):
         with self, _Draws(self):
             yield self
 
-    def record(self, func: Any, args: tuple[Any, ...], drawn: Any) -> object:
-        """Record a draw, and return the constant that replaces it."""
+    def replace(self, func: Any, args: tuple[Any, ...], drawn: Any) -> object:
+        """Return the constant that replaces a draw."""
         if self._at_site:
             return drawn
-        size = sum(v.numel() for v in tree_leaves(drawn) if isinstance(v, Tensor))
-        self.draws.append(Draw(size, program_line(sys._getframe(2))))
-        name = func._schema.name.split("::")[-1].rstrip("_")
-        return _constant(name, args, drawn) if self._fixes else drawn
+        return _constant(func._schema.name.split("::")[-1].rstrip("_"), args, drawn)
 
     # This handler is the outermost one: only Pyro's own code runs between these two methods.
     def _process_message(self, msg: Message) -> None:
@@ -100,7 +74,7 @@ class _Draws(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         has_generator = kwargs is not None and kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and not has_generator:
-            return self._noise.record(func, args, result)
+            return self._noise.replace(func, args, result)
         return result
 
 
@@ -149,76 +123,21 @@ class Probe(NamedTuple):
 
 
 @contextmanager
-def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
+def probing(programs: Programs) -> Iterator[None]:
     """
     Turn off Pyro's validation and warnings for probe runs, and restore all state afterwards.
 
     The gradient mode stays that of the step, because programs may depend on it. Every block begins
     with the random state of the step. Random numbers outside sample sites are constants.
-
-    :param bool fixes: False to let programs draw these numbers.
     """
-    noise, statistics, intercepted = FixedNoise(fixes), FixedStatistics(), _intercepted(programs)
-    none: AbstractContextManager[object] = nullcontext()
-    intercepts, intercepted.has_run = intercepted.needed is not False, False
     with (
-        restored(programs.owners),
-        statistics if intercepts else none,
+        isolated(programs.owners),
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
-        without_exact_logs(),
-        noise.active() if intercepts else none,
+        FixedNoise().active(),
     ):
         warnings.simplefilter("ignore")
-        yield noise
-    if intercepted.has_run and intercepted.needed is None:
-        intercepted.needed = bool(noise.draws) or statistics.used
-
-
-@dataclass
-class _Intercepted:
-    """
-    Whether the probe runs of one step must intercept random numbers and batch normalization.
-
-    Intercepting every operation costs a third of a probe run, and few programs need it.
-
-    :ivar needed: None until a block has ended in which both programs have run.
-    :ivar has_run: whether both programs have run in the present block.
-    """
-
-    needed: bool | None = None
-    has_run: bool = False
-
-
-def _intercepted(programs: Programs) -> _Intercepted:
-    return programs.cached(_Intercepted, _Intercepted)
-
-
-# The number of values is prime, so that the rows of a weight differ.
-_GENERIC = (math.sqrt(2) * torch.arange(1, 4094).double()).sin()
-
-
-@contextmanager
-def perturbed(programs: Programs) -> Iterator[None]:
-    """
-    Give all parameters generic values inside.
-
-    A zero-initialized layer has the same output at every discrete latent, which cannot be NaN.
-    """
-    modules = (m for m in programs.owners if isinstance(m, torch.nn.Module))
-    module_parameters = [p for m in modules for p in m.parameters(recurse=False)]
-    store = [p for _, p in pyro.get_param_store().named_parameters()]
-    parameters = {id(p): p for p in (*module_parameters, *store) if p.is_floating_point()}
-    before = [(p, p.data) for p in parameters.values()]
-    try:
-        for p, data in before:
-            # No random numbers are drawn.
-            noise = _GENERIC.to(data).repeat(1 + data.numel() // len(_GENERIC))[: data.numel()]
-            p.data = torch.addcmul(data, noise.reshape(data.shape), 1 + data.abs(), value=0.15)
         yield
-    finally:
-        for p, data in before:
-            p.data = data
 
 
 def probe(
@@ -242,36 +161,12 @@ def probe(
     substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
     try:
         guide_trace, model_trace = run_pair(programs, substitutes, leading)
-        _intercepted(programs).has_run = True
         with _taking_any_value(guide_trace, model_trace):
             terms = [*possible_terms(model_term, model_trace)]
             terms += possible_terms(guide_term, guide_trace)
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
     return Probe(guide_trace, model_trace, {t.key: t for t in terms}, substitutes.subsamples)
-
-
-def probe_model(
-    programs: Programs,
-    guide_trace: Trace,
-    subsamples: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
-    leading: Leading = ALONE,
-) -> dict[FactorKey, Term]:
-    """
-    Run the model alone, within :func:`probing`, and return its factors.
-
-    :param guide_trace: the guide's trace in a run of both programs.
-    :param values: values of the guide's sites, by name.
-    :raises ProgramError: from the model's error.
-    """
-    drawn = with_changes(guide_trace, {name: {"value": v} for name, v in values.items()})
-    try:
-        trace = run_model(programs, drawn, Substitutes(Minibatch(subsamples)), leading)
-        with _taking_any_value(trace):
-            return {t.key: t for t in possible_terms(model_term, trace)}
-    except Exception as error:
-        raise ProgramError(f"{type(error).__name__}: {error}") from error
 
 
 def _taking_any_value(*traces: Trace) -> AbstractContextManager[None]:

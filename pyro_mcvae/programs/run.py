@@ -23,6 +23,7 @@ from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
 from pyro_mcvae.programs.fingerprint import observer
 from pyro_mcvae.programs.isolation import owners_of
+from pyro_mcvae.programs.log_values import leaf_of
 from pyro_mcvae.programs.messengers import (
     ALONE,
     Leading,
@@ -227,8 +228,7 @@ def _detached(guide_trace: Trace, keep: frozenset[str]) -> Trace:
     leaves = {}
     for name, site in guide_trace.nodes.items():
         if sites.is_latent(site) and name not in keep and site["value"].is_floating_point():
-            leaf = site["value"].detach().requires_grad_(torch.is_grad_enabled())
-            leaves[name] = {"value": leaf}
+            leaves[name] = {"value": leaf_of(site["value"])}
     return with_changes(guide_trace, leaves)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.ops.tensors import guard, recordings
-from pyro_mcvae.programs.exact_logs import copy_logs, exact_logs
+from pyro_mcvae.programs.log_values import at_logs, logs_of, with_logs
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import (
     Constraint,
     Distribution,
@@ -145,6 +146,11 @@ def _switched_off() -> ExitStack:
 _WRAPPERS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
 
 
+def is_wrapper(fn: Distribution) -> bool:
+    """Return whether a distribution is ``to_event``, ``mask`` or ``expand`` of another one."""
+    return has_methods_of(fn, *_WRAPPERS)
+
+
 def counted_values(site: Site) -> Tensor | None:
     """
     Return the entries of a site's value that its masks leave in the density.
@@ -162,7 +168,7 @@ def counted_values(site: Site) -> Tensor | None:
 
 def hides_masks(fn: Distribution) -> bool:
     """Return whether a mask inside a transform or a mixture removes only part of the density."""
-    if isinstance(fn, _WRAPPERS):
+    if is_wrapper(fn):
         return hides_masks(fn.base_dist)
     inside = [part for part in vars(fn).values() if isinstance(part, _DISTRIBUTION)]
     return any(isinstance(part, MaskedDistribution) or hides_masks(part) for part in inside)
@@ -171,7 +177,7 @@ def hides_masks(fn: Distribution) -> bool:
 def is_flat(fn: Distribution) -> bool:
     """Return whether a distribution has ``.mask(False)``: only its support is used."""
     is_masked_out = isinstance(fn, MaskedDistribution) and fn._mask is False
-    return is_masked_out or (isinstance(fn, _WRAPPERS) and is_flat(fn.base_dist))
+    return is_masked_out or (is_wrapper(fn) and is_flat(fn.base_dist))
 
 
 def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
@@ -183,7 +189,7 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
     """
     if isinstance(fn, MaskedDistribution):
         return with_mask(fn.base_dist, counted)
-    if isinstance(fn, torch.distributions.Independent):
+    if has_methods_of(fn, torch.distributions.Independent):
         base = with_mask(fn.base_dist, counted)
         return None if base is None else dist.Independent(base, fn.reinterpreted_batch_ndims)
     if isinstance(fn, ExpandedDistribution):
@@ -201,7 +207,7 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
 
 def _masks(site: Site) -> list[tuple[bool | Tensor, int]]:
     """Return the masks, each with the number of event dims below it; outermost first, not True."""
-    wrappers = takewhile(lambda fn: isinstance(fn, _WRAPPERS), layers(site["fn"]))
+    wrappers = takewhile(is_wrapper, layers(site["fn"]))
     inner = [(fn._mask, fn.event_dim) for fn in wrappers if isinstance(fn, MaskedDistribution)]
     masks = [(site["mask"], site["fn"].event_dim), *inner]
     return [(mask, dim) for mask, dim in masks if mask is not None and mask is not True]
@@ -252,19 +258,19 @@ def layers(fn: Distribution | None) -> Iterator[Distribution]:
 
 def bare(fn: Distribution) -> Distribution:
     """Return a distribution without its ``to_event``, ``mask`` and ``expand`` wrappers."""
-    while isinstance(fn, _WRAPPERS):
+    while is_wrapper(fn):
         fn = fn.base_dist
     return fn
 
 
 def is_delta(fn: Distribution) -> bool:
     """Return whether a distribution is a point mass, possibly wrapped."""
-    return any(isinstance(layer, dist.Delta) for layer in layers(fn))
+    return any(has_methods_of(layer, dist.Delta) for layer in layers(fn))
 
 
 def is_factor(fn: Distribution) -> bool:
     """Return whether a distribution is a ``Unit``: a factor without a draw."""
-    return any(isinstance(layer, dist.Unit) for layer in layers(fn))
+    return any(has_methods_of(layer, dist.Unit) for layer in layers(fn))
 
 
 def observes_data(site: Site) -> bool:
@@ -290,11 +296,12 @@ def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
     """
     Apply a function to draws, keeping their attributes.
 
-    These are the relaxed values of straight-through draws, and exact logarithms.
+    These are the relaxed values of straight-through draws, and logarithms.
     """
     result = change(*draws)
-    if len(draws) == 1:
-        result = copy_logs(draws[0], change, result)
+    logs = [known for d in draws if (known := logs_of(d)) is not None]
+    if len(logs) == len(draws):
+        with_logs(result, logs[0].changed(change, *logs[1:]))
     relaxed = [getattr(d, "_unquantize", None) for d in draws]
     if all(r is not None for r in relaxed):
         result._unquantize = change(*relaxed)  # type: ignore[attr-defined]
@@ -373,8 +380,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if recordings and recordings[-1].supports and program == "model":
         check_support(site)
-    with naming_site(site, program), exact_logs(value):
-        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+    with naming_site(site, program):
+        return at_logs(site["fn"], value).log_prob(value, *site["args"], **site["kwargs"])
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pyro_mcvae.ops.slots import (
     product_slots,
     top_k_slots,
 )
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import Distribution
 
 # The possible values of a discrete distribution, and the values of a site's slots.
@@ -88,9 +89,9 @@ def count_law(fn: Distribution) -> CountLaw | None:
 
     :param fn: Poisson or Geometric, not wrapped.
     """
-    if isinstance(fn, dist.Poisson):
+    if has_methods_of(fn, dist.Poisson):
         return _poisson(fn)
-    if isinstance(fn, dist.Geometric):
+    if has_methods_of(fn, dist.Geometric):
         return _geometric(fn)
     return None
 
@@ -380,18 +381,18 @@ def support_of(fn: Distribution) -> Support | None:
         ``enumerate_support``, vectors of independent variables of these, and Poisson and Geometric.
     """
     fn = unmasked(fn)
-    if isinstance(fn, dist.OneHotCategorical):
+    if has_methods_of(fn, dist.OneHotCategorical):
         return _OneHot(fn)
-    if isinstance(fn, dist.Categorical):
+    if has_methods_of(fn, dist.Categorical):
         return _Indices(fn)
-    if isinstance(fn, dist.Bernoulli):
+    if has_methods_of(fn, dist.Bernoulli):
         return _Binary(fn)
-    if isinstance(fn, dist.Binomial):
+    if has_methods_of(fn, dist.Binomial):
         return _Counts(fn)
     law = count_law(fn)
     if law is not None:
         return _Countable(fn, law)
-    if isinstance(fn, torch.distributions.Independent):
+    if has_methods_of(fn, torch.distributions.Independent):
         return _independent(fn)
     if isinstance(fn, ExpandedDistribution) and unmasked(fn.base_dist) is not fn.base_dist:
         return support_of(unmasked(fn.base_dist).expand(fn.batch_shape))

@@ -19,7 +19,7 @@ from torch.distributions import TransformedDistribution
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import may_cache
-from pyro_mcvae.programs.exact_logs import exact_logs
+from pyro_mcvae.programs.log_values import at_logs
 from pyro_mcvae.programs.sites import (
     is_masked,
     is_random,
@@ -59,8 +59,9 @@ def score_parts(site: Site) -> ScoreParts:
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
         return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
-    with naming_site(site, "guide"), exact_logs(site["value"]):
-        parts = site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+    with naming_site(site, "guide"):
+        fn = at_logs(site["fn"], site["value"])
+        parts = fn.score_parts(site["value"], *site["args"], **site["kwargs"])
         if is_rejection_sampled(site["fn"]):
             return parts._replace(score_function=_score(site["fn"], site["value"]))
         return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from copy import copy
 from enum import Enum
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.ops.vmap_dims import VmapDims
 from pyro_mcvae.programs.messengers import Leading, ParticlePlate
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import changed_draw, check_support, site_in_full_precision
 from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
 
@@ -46,7 +48,8 @@ def rebatched(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
         return type(fn)(**count, logits=dims.rebatch(fn.logits, depth + 1), validate_args=False)
     if isinstance(fn, torch.distributions.Independent):
         events = fn.reinterpreted_batch_ndims
-        return dist.Independent(rebatched(fn.base_dist, dims, depth + events), events)
+        plain = dist.Independent(rebatched(fn.base_dist, dims, depth + events), events)
+        return plain if has_methods_of(fn, torch.distributions.Independent) else _like(fn, plain)
     if isinstance(fn, ExpandedDistribution):
         base = rebatched(fn.base_dist, dims, depth)
         lead = base.batch_shape[: len(base.batch_shape) - depth]
@@ -63,17 +66,34 @@ def rebatched(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
         weights = rebatched(fn.mixture_distribution, dims, depth)
         return type(fn)(weights, rebatched(fn.component_distribution, dims, depth + 1))
     if isinstance(fn, torch.distributions.TransformedDistribution) and not any(
-        dims.has(t) for t in _tensors(fn.transforms, _DEPTH)
+        dims.has(t) for t in _tensors(_own(fn), _DEPTH)
     ):
         events = len(fn.event_shape) - len(fn.base_dist.event_shape)
         base = rebatched(fn.base_dist, dims, depth + events)
-        return dist.TransformedDistribution(base, fn.transforms)
+        plain = dist.TransformedDistribution(base, fn.transforms)
+        is_plain = type(fn) is torch.distributions.TransformedDistribution
+        return plain if is_plain else _like(fn, plain)
     return _by_parameters(fn, dims, depth)
+
+
+def _own(fn: Distribution) -> list[Any]:
+    """Return the attributes of a distribution, without its base distribution."""
+    return [value for name, value in vars(fn).items() if name != "base_dist"]
+
+
+def _like(fn: Distribution, plain: Distribution) -> Distribution:
+    """Return a copy of a distribution, whose class may have a density of its own, with the base
+    distribution and the shapes of another one."""
+    new = copy(fn)
+    vars(new).update(vars(plain))
+    return new
 
 
 def _by_parameters(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
     """Rebuild a distribution from rebatched parameters, whose event dims the constraints give."""
     attributes = vars(fn)
+    if not has_methods_of(fn, type(fn)):
+        raise _no_parameters(fn, "a method is an attribute of the object")
     parameters = {
         name: _rebatch(attributes[name], dims, depth + constraint.event_dim)
         for name, constraint in fn.arg_constraints.items()
@@ -82,11 +102,15 @@ def _by_parameters(fn: Distribution, dims: VmapDims, depth: int) -> Distribution
     try:
         return type(fn)(**parameters, validate_args=False)
     except TypeError as error:
-        raise LeadingDimsError(
-            f"a {type(fn).__name__} cannot be rebuilt from its parameters, as is needed for all "
-            f"particles: {error}",
-            reason=f"{type(fn).__name__} is not supported under vmap",
-        ) from error
+        raise _no_parameters(fn, error) from error
+
+
+def _no_parameters(fn: Distribution, why: object) -> LeadingDimsError:
+    kind = type(fn).__name__
+    return LeadingDimsError(
+        f"a {kind} cannot be rebuilt from its parameters, as is needed for all particles: {why}",
+        reason=f"{kind} is not supported under vmap",
+    )
 
 
 def _rebatch(value: bool | float | Tensor, dims: VmapDims, depth: int) -> bool | float | Tensor:

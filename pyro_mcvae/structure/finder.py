@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pyro.poutine.trace_struct import Trace
@@ -12,14 +11,17 @@ from torch import Tensor
 
 from pyro_mcvae.ops.checks import WarnOnce, check_flag
 from pyro_mcvae.programs.contract import checked_run
-from pyro_mcvae.programs.messengers import Leading
-from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Programs, Run
-from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support, reparameterized
+from pyro_mcvae.programs.sites import (
+    is_delta,
+    is_latent,
+    is_random,
+    is_record,
+    known_support,
+    reparameterized,
+)
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import FactorKey, PlateKey, plate_frames, plate_key
-from pyro_mcvae.programs.vmap import particle_plates
-from pyro_mcvae.structure import provenance
+from pyro_mcvae.programs.types import FactorKey, PlateKey, SiteError, plate_frames, plate_key
 from pyro_mcvae.structure.blocks import (
     Factor,
     Frames,
@@ -29,8 +31,7 @@ from pyro_mcvae.structure.blocks import (
     weigh_together,
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
-from pyro_mcvae.structure.interventions import find_dependent_plates, has_shared_noise
-from pyro_mcvae.structure.provenance import Dependencies, dependencies_of
+from pyro_mcvae.structure.marked import Dependencies, MarkedRunError, dependencies_of, marked
 
 # Guide sites on whose draws no data depend: the data depend on the guide's parameters instead.
 
@@ -44,9 +45,7 @@ def find_collapsed(
     :param names: the guide's random sites.
     :param deps: their dependencies, if already traced.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # programs that cannot be tracked have no result
-        traced = deps or dependencies_of(programs, names, run)
+    traced = deps or dependencies_of(programs, names, run)
     observed = {
         t.key
         for t in run.terms
@@ -122,9 +121,14 @@ def _sources(
     programs: Programs, run: Run, drawn: frozenset[str], points: tuple[str, ...]
 ) -> frozenset[str]:
     """Return the draws from which point masses of the same kind (discrete or not) were computed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # if tracing fails, nothing changes
-        traced = dependencies_of(programs, drawn, run)
+    try:
+        traced = marked(programs, run).dependencies(drawn)
+    except MarkedRunError as error:
+        raise SiteError(
+            f"it is unknown whether site '{points[0]}' of the guide is computed from its auxiliary "
+            f"draws {', '.join(map(repr, sorted(drawn)))}, because the programs fail when they run "
+            f"again at the same draws ({error}): make them run at any time with the same result"
+        ) from error
     guide, model = run.guide_trace.nodes, run.model_trace.nodes
     sources: set[str] = set()
     for point in points:
@@ -186,9 +190,9 @@ class StructureFinder:
         factors = {key: Factor(f, None) for key, f in frames.items()}
         trace = not self.joint and needs_dependencies(factors, names)
         masked_by: dict[str, frozenset[str]] = {}
-        traced: provenance.Dependencies | None = None
+        traced: Dependencies | None = None
         if trace or (self.find_roots and (len(names) > 1 or run.guide_data)):
-            traced = provenance.dependencies_of(programs, names, run)
+            traced = dependencies_of(programs, names, run)
             factors = {key: Factor(f, traced.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in traced.masks.items() if f and k.program == "guide"}
         elif len(names) == 1:
@@ -198,7 +202,7 @@ class StructureFinder:
             }
         factors = _with_iterations(factors, coupled, latent_frames)
         structure = derive_structure(factors, order, self.joint)
-        if not self.joint and has_shared_noise(programs, run):
+        if not self.joint and _has_shared_noise(programs, run):
             # Each particle has different untraced draws, so they are not global latents.
             structure = weigh_together(declared)
         block_of = dict(structure.block_of)
@@ -228,46 +232,48 @@ class StructureFinder:
     def _dependent_plates(
         self, programs: Programs, run: Run, analysis: Analysis, key: tuple[object, ...]
     ) -> dict[FactorKey, frozenset[PlateKey]]:
-        """
-        Find the dependent plates of a run, including those found by an earlier analysis.
-
-        A repeated analysis tests fewer pairs of elements.
-        """
+        """Find the dependent plates of a run, including those found by an earlier analysis."""
         before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key, {})
-        thorough = analysis.before(key) is None
         try:
-            try:
-                at = None if run.leading else run.latents
-                links, reads = find_dependent_plates(programs, run.subsamples, thorough, at=at)
-            except ProgramError:
-                if run.leading is None:
-                    raise
-                # Programs may rely on leading dims (vectorize_particles=True).
-                leading = _leading_of(run)
-                links, reads = find_dependent_plates(programs, run.subsamples, thorough, leading)
-            for read in reads[:1]:
+            found = marked(programs, run)
+            links = found.coupled
+            for read in found.reads[:1] if links else ():
                 self._warn(
                     f"the model or guide reads a value that depends on site '{min(read.sites)}', "
                     f"at {read.line}, and everything may depend on it, so the elements of a plate "
                     f"that it was computed from share one weight: decide for each by torch.where"
                 )
-            for coupled, plates in () if reads else links.items():
+            for coupled, plates in () if found.reads else links.items():
                 self._warn(_coupling_warning(coupled, plates))
-        except ProgramError as error:
+            for name in sorted(found.unknown) if links else ():
+                self._warn(
+                    f"every entry that the operator '{name}' returns is taken to depend on all of "
+                    f"its inputs, because how it combines them is unknown"
+                )
+        except MarkedRunError as error:
             self._warn(
-                f"the model and guide fail at latents other than their draws ({error}), so it is "
-                f"unknown whether the elements of a plate are independent: they share one weight"
+                f"the model and guide fail when they run again at the same draws ({error}), so it "
+                f"is unknown whether the elements of a plate are independent: they share one weight"
             )
             frames = {t.key: plate_frames(t.site) for whole in run.terms for t in whole.sites}
             links = {k: frozenset(map(plate_key, f)) for k, f in frames.items() if f}
         return {k: links.get(k, _NONE) | before.get(k, _NONE) for k in {**links, **before}}
 
 
-def _leading_of(run: Run) -> Callable[[], Leading]:
-    """Return a function that makes the leading dims of a run, without shared sites."""
-    none = frozenset[str](), frozenset[str]()
-    count, dim = run.leading or 1, -run.nesting - 1
-    return lambda: particle_plates(run.mode, count, dim, none)
+def _has_shared_noise(programs: Programs, run: Run) -> bool:
+    """
+    Return whether elements of a plate share an untraced draw, as with ``ConjugateReparam``.
+
+    :param run: a run of the programs; if no computed value is scored, there is no such draw.
+    """
+    sites = [t.site for t in run.terms if not t.in_guide]
+    if not any(s["is_observed"] and is_delta(s["fn"]) and not is_record(s) for s in sites):
+        return False
+    plates = frozenset().union(*map(plate_frames, sites))
+    try:
+        return not all(plates <= frames for frames in marked(programs, run).untraced)
+    except MarkedRunError:
+        return True
 
 
 def _with_iterations(
@@ -290,7 +296,7 @@ def _roots(
     run: Run,
     random: list[Term],
     factors: Mapping[FactorKey, Factor],
-    traced: provenance.Dependencies | None,
+    traced: Dependencies | None,
 ) -> frozenset[str]:
     """Return the guide's random sites that depend on no other reparameterized draw."""
     names = {t.key.name for t in random}

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.isolation import saved_tables
 from pyro_mcvae.programs.stored_module import StoredModule
 
@@ -168,10 +169,21 @@ class ParamStorePart(Part):
         }
 
     def load(self, state: Mapping[str, dict[str, Any]]) -> None:
-        owned, params = self._owned(), self._store._params
-        for name in list(params):
+        for name in list(self._store._params):
             if name not in state["params"]:
                 del self._store[name]
+        self.update(state)
+
+    def select(self, state: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the parameters of the modules, and those of functions."""
+        owners, others = state["owners"], state["of_modules"]
+        owned = self._owned()
+        kept = [n for n in state["params"] if owners.get(n) in owned or n not in {*owners, *others}]
+        return {**state, "params": {n: state["params"][n] for n in kept}}
+
+    def update(self, state: Mapping[str, dict[str, Any]]) -> None:
+        """Set the parameters that a state has, and keep all others."""
+        owned, params = self._owned(), self._store._params
         for name, saved in state["params"].items():
             live = params.get(name)
             owner = owned.get(state["owners"].get(name, ""))
@@ -483,7 +495,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], parts: Mapping[str, object], *, weights_only: bool = True
+    path: str | os.PathLike[str],
+    parts: Mapping[str, object],
+    *,
+    partial: bool = False,
+    weights_only: bool = True,
 ) -> dict[str, Saved]:
     """
     Restore a training run.
@@ -496,6 +512,9 @@ def load_checkpoint(
 
     :param path: a file written by :func:`save_checkpoint`.
     :param parts: the objects to restore, by the names used for saving.
+    :param bool partial: restore these parts alone, such as the model for evaluation. Parameters of
+        functions (``pyro.param``) are restored, too. Parameters of other parts and the random
+        number generators stay as they are.
     :param bool weights_only: reject files with anything but tensors, plain values and constraints,
         because unpickling other objects can run code. Use False only for files that you trust.
     :returns: the saved ``extra`` values.
@@ -515,11 +534,13 @@ def load_checkpoint(
             ...
         ValueError: ...
     """
+    check_flag("partial", partial)
     content = read_content(Path(path), weights_only)
     named = as_parts(parts)
-    _check_names(content, named)
+    _check_names(content, named, partial)
     modules = _modules(named)
-    live: dict[str, Part] = {**named, _STORE: ParamStorePart(modules)}
+    store = ParamStorePart(modules)
+    live: dict[str, Part] = {**named, _STORE: store}
     states = {**content["parts"], _STORE: content["store"]}
     stored = stored_modules(modules)
     names = {path: module.param_name for path, module in stored.items()}
@@ -530,9 +551,14 @@ def load_checkpoint(
     try:
         _rename(stored, content["names"])
         for name, part in live.items():
+            if partial and part is store:
+                store.update(store.select(states[name]))
+                continue
             part.load(rank_state["parts"].get(name, states[name]) if rank_state else states[name])
         name = "the random number generators"
-        if rank_state:
+        if partial:
+            pass
+        elif rank_state:
             set_rng_state(rank_state["rng"])
         else:
             seed_another(content["ranks"][0]["rng"], ranks.rank())
@@ -554,13 +580,14 @@ def _rename(stored: Mapping[str, StoredModule], names: Mapping[str, str]) -> Non
         module.param_name = names.get(path, module.param_name)
 
 
-def _check_names(content: Content, parts: Mapping[str, Part]) -> None:
+def _check_names(content: Content, parts: Mapping[str, Part], partial: bool) -> None:
     saved, live = content["kinds"], {name: part.kind for name, part in parts.items()}
-    if saved.keys() != live.keys():
+    if not (saved.keys() >= live.keys() if partial else saved.keys() == live.keys()):
         raise ValueError(
             f"the checkpoint has the parts {sorted(saved)}, but those to load are {sorted(live)}: "
-            f"pass the same parts to save_checkpoint and load_checkpoint"
+            f"pass the same parts to save_checkpoint and load_checkpoint, or partial=True to load "
+            f"only some of them"
         )
-    for name, kind in saved.items():
-        if kind != live[name]:
-            raise ValueError(f"'{name}' was saved from a {kind}, and is now a {live[name]}")
+    for name, kind in live.items():
+        if kind != saved[name]:
+            raise ValueError(f"'{name}' was saved from a {saved[name]}, and is now a {kind}")

@@ -20,8 +20,11 @@ from pyro_mcvae.elbos.rao_blackwell import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.truncated.data_record import DataRecord, fingerprints
+from pyro_mcvae.truncated.joint import constant_observations
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,25 +41,31 @@ class ChainStates(nn.Module):
 
     :ivar positions: shape ``[K, *full plates, D]``.
     :ivar visited: a mask of the data that have a chain, shape ``[*full plates]``.
+    :param bool fixed_data: whether the observations of a datum are the same in every step.
     """
 
     positions: Tensor | None
     visited: Tensor | None
 
-    def __init__(self) -> None:
+    def __init__(self, fixed_data: bool = True) -> None:
         super().__init__()
+        self._fixed_data, self._record = fixed_data, DataRecord()
+        # The observed sites whose values are data; None before the first step.
+        self._observed: frozenset[str] | None = None
         self.register_buffer("positions", None)
         self.register_buffer("visited", None)
 
     def forget(self) -> None:
         """Delete all positions."""
         self.positions = self.visited = None
+        self._record = DataRecord()
 
-    def resume(self, sample: WeightedParticles, drawn: Tensor) -> Tensor:
+    def resume(self, programs: Programs, sample: WeightedParticles, drawn: Tensor) -> Tensor:
         """
         Return the stored positions of the minibatch's chains; new data start at ``drawn``.
 
         :param drawn: positions, shape ``[K, *plates, D]``.
+        :raises ValueError: if the chains belong to other data.
         """
         index = _index(sample)
         if self.positions is None or self.visited is None:
@@ -64,6 +73,8 @@ class ChainStates(nn.Module):
             self.positions = drawn.new_zeros((drawn.shape[0], *sizes, drawn.shape[-1]))
             self.visited = torch.zeros(sizes, dtype=torch.bool, device=drawn.device)
         self._check(sample, drawn)
+        if self._fixed_data:
+            self._check_data(programs, sample)
         known = self.visited[index] if index else self.visited
         of_all_chains: tuple[slice | Tensor, ...] = (slice(None), *index)
         stored = self.positions[of_all_chains]
@@ -78,15 +89,50 @@ class ChainStates(nn.Module):
         """
         assert self.positions is not None
         assert self.visited is not None
-        at = torch.zeros((), dtype=torch.long, device=self.visited.device)
-        for index, size in zip(_index(sample), self.visited.shape, strict=True):
-            at = at * size + index.to(at.device)
+        at = self._rows(sample)
+        new = fingerprints(sample, self._observed or frozenset())
+        if new is not None:
+            self._record.keep(at, new, self.visited.numel())
         chains, numbers = positions.shape[0], positions.shape[-1]
         rows = positions.detach().to(self.positions).reshape(chains, -1, numbers).transpose(0, 1)
         # In a distributed run every rank keeps the chains of all data.
-        at, rows = concat_over_ranks(at.flatten()), concat_over_ranks(rows)
+        at, rows = concat_over_ranks(at), concat_over_ranks(rows)
         self.positions.view(chains, -1, numbers)[:, at] = rows.transpose(0, 1)
         self.visited.view(-1)[at] = True
+
+    def _rows(self, sample: WeightedParticles) -> Tensor:
+        """Return the numbers of the minibatch's data, shape ``[E]``."""
+        assert self.visited is not None
+        at = torch.zeros((), dtype=torch.long, device=self.visited.device)
+        for index, size in zip(_index(sample), self.visited.shape, strict=True):
+            at = at * size + index.to(at.device)
+        return at.flatten()
+
+    def _check_data(self, programs: Programs, sample: WeightedParticles) -> None:
+        """Check that the chains of a minibatch belong to its observations."""
+        if self._observed is None:
+            self._observed = frozenset(
+                t.key.name
+                for t in sample.runs[0].terms
+                if not t.in_guide and t.site["is_observed"] and not t.site["value"].requires_grad
+            )
+        rows = self._rows(sample)
+        datum = self._record.find_changed(rows, fingerprints(sample, self._observed))
+        if datum is None:
+            return
+        # The model may draw an observation, such as the pixels of a gray image.
+        with isolated(programs.owners), torch.no_grad():
+            fixed = constant_observations(programs, sample.runs[0]) & self._observed
+        if fixed != self._observed:
+            self._observed, self._record = fixed, DataRecord()
+            return
+        raise ValueError(
+            f"datum {datum} of {_names(sample)} has other values than before at the observed sites "
+            f"{', '.join(map(repr, sorted(fixed)))}: with persistent=True a chain belongs to a "
+            f"datum by its index, and this one belongs to other observations. For minibatches pass "
+            f"their indices, pyro.plate(..., N, subsample=index); for other data create a new "
+            f"MonteCarloEM; for data that are drawn again at every step pass fixed_data=False"
+        )
 
     def _check(self, sample: WeightedParticles, drawn: Tensor) -> None:
         assert self.positions is not None
@@ -123,6 +169,11 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
         sample.subsamples[f.name].reshape((-1,) + (1,) * (count - 1 - i))
         for i, f in enumerate(frames)
     )
+
+
+def _names(sample: WeightedParticles) -> str:
+    names = ", ".join(f"'{f.name}'" for f in sample.frames[0])
+    return f"plate {names}" if names else "the model"
 
 
 def _full_sizes(sample: WeightedParticles) -> tuple[int, ...]:
@@ -188,8 +239,8 @@ class MonteCarloEM(ChainELBO):
       the chain of each datum continues from its last position, and only the first starting point is
       a draw of the guide. This stores a state for each datum. The indices of the plates must then
       identify the data. Use ``pyro.plate("data", N, subsample=indices)`` for minibatches from a
-      loader, or ``subsample_size=``. Do not use ``pyro.plate("data", len(x))`` for varying
-      minibatches. The chains are saved and loaded with ``state_dict()``. In a distributed run each
+      loader, or ``subsample_size=``. Other observations at the same indices raise an error. The
+      chains are saved and loaded with ``state_dict()``. In a distributed run each
       rank has separate chains.
     * **Several updates per draw.** A draw is much more expensive than an update. With
       ``updates_per_draw=5``, as in [2], five steps use the same draw: call ``svi.step`` five times
@@ -208,6 +259,8 @@ class MonteCarloEM(ChainELBO):
     :param int num_particles: the number of independent chains per datum, which are averaged.
     :param int updates_per_draw: the number of steps that use a draw.
     :param bool persistent: continue the chain of each datum from its last position.
+    :param bool fixed_data: whether the observations of a datum are the same in every step. Pass
+        False for persistent chains of data that are drawn again, such as by augmentation.
     :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents.
         The default is ``"noise"``. For persistent chains it is ``"latent"``, so that training the
         guide does not move them.
@@ -219,7 +272,8 @@ class MonteCarloEM(ChainELBO):
     :ivar states: the states of persistent chains; None otherwise.
     :raises ValueError: for counts below 1 and an unadjusted kernel. In the first step for discrete
         latents, and for models and guides in which no latent has a separate weight. With
-        ``persistent`` also for several separate plates of data or sequential plates.
+        ``persistent`` also for several separate plates of data or sequential plates, and for other
+        observations of a datum than before.
 
     [1] Wei, Tanner (1990), *A Monte Carlo Implementation of the EM Algorithm*.
     [2] Kingma, Welling (2014), *Auto-Encoding Variational Bayes*.
@@ -255,6 +309,7 @@ class MonteCarloEM(ChainELBO):
         num_particles: int = 1,
         updates_per_draw: int = 1,
         persistent: bool = False,
+        fixed_data: bool = True,
         coordinates: ChainCoordinates | None = None,
         joint: bool = False,
         **options: Unpack[ELBOOptions],
@@ -263,6 +318,7 @@ class MonteCarloEM(ChainELBO):
         num_steps = check_count("num_steps", num_steps)
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
+        check_flag("fixed_data", fixed_data)
         check_flag("joint", joint)
         if kernel is None:
             kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
@@ -281,7 +337,8 @@ class MonteCarloEM(ChainELBO):
         )
         self.updates_per_draw = updates_per_draw
         self.persistent = persistent
-        self.states = ChainStates() if persistent else None
+        self.fixed_data = fixed_data
+        self.states = ChainStates(fixed_data) if persistent else None
         self._draw: _Draw | None = None
         self._executed: ExecutedCode | None = None
 
@@ -337,7 +394,8 @@ class MonteCarloEM(ChainELBO):
             return Chain(log_weight, state, state, [], [])
         start = density.start()
         if self.states is not None:
-            start = density(self.states.resume(first.sample, start.position))
+            programs = density.log_weight.programs
+            start = density(self.states.resume(programs, first.sample, start.position))
         movable = density.log_weight.movable
         target = Target(density, log_weight.new_ones(()), movable)
         state, infos = start, []

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
-from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.marks import Marks
 from pyro_mcvae.programs.contract import nesting_of
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes, Unconditioned
@@ -32,8 +32,7 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import Term, guide_terms
 from pyro_mcvae.programs.types import FactorKey, Site
-from pyro_mcvae.structure import provenance
-from pyro_mcvae.structure.provenance import Escapes
+from pyro_mcvae.structure.marked import dependencies_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,7 +134,7 @@ def check_factors(programs: Programs, run: Run) -> None:
     if not factors:
         return
     tracked = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-    parents_of = provenance.find_dependencies(programs, tracked, run.subsamples).factors
+    parents_of = dependencies_of(programs, tracked, run).factors
     for name in factors:
         parents = parents_of.get(FactorKey("model", name), tracked)
         if parents:
@@ -165,8 +164,17 @@ def check_reads(programs: Programs, run: Run) -> None:
             return
         changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
         marked = _Marked(programs, changed)
-        read = marked.readers(lambda p: dream(p, run.subsamples))
-        readers = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
+        run_model = partial(dream, subsamples=run.subsamples)
+        read = marked.readers(run_model)
+        if read is None:
+            read = _differing_sites(run_model, programs, changed)
+
+        def run_guide(programs: Programs) -> Trace:
+            return recognize(programs, dreamt, run.subsamples).guide_trace
+
+        readers = marked.readers(run_guide)
+        if readers is None:
+            readers = _differing_sites(run_guide, programs, changed)
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
@@ -182,52 +190,66 @@ def check_reads(programs: Programs, run: Run) -> None:
         )
 
 
+def _differing_sites(
+    run: Callable[[Programs], Trace], programs: Programs, changed: Programs
+) -> list[str]:
+    """
+    Return the sites with another distribution at changed data, under the same random numbers.
+
+    This serves programs that cannot be tracked, such as those that reject subclasses of tensors.
+    """
+    state, traces = pyro.util.get_rng_state(), []
+    for call in (programs, changed):
+        pyro.util.set_rng_state(state)
+        traces.append(run(call))
+    before, after = (t.nodes for t in traces)
+    scored = [n for n, s in before.items() if is_scored(s) and not is_factor(s["fn"])]
+    return [n for n in scored if n not in after or not _same_density(before[n], after[n])]
+
+
+def _same_density(before: Site, after: Site) -> bool:
+    value = before["value"]
+    if after["fn"].shape() != before["fn"].shape():
+        return False
+    pair = [site["fn"].log_prob(value) for site in (before, after)]
+    return torch.equal(*(p.nan_to_num() for p in pair))
+
+
 def _is_scored_factor(site: Site) -> bool:
     return is_scored(site) and site["is_observed"] and is_factor(site["fn"])
 
 
 class _Marked:
-    """
-    The arguments of a call, with marks on the tensors that a simulation changes.
-
-    There are two kinds of marks, because each has limits: provenance is lost in custom autograd
-    functions, and gradients at integers.
-    """
+    """The arguments of a call, with marked copies of the tensors that a simulation changes."""
 
     def __init__(self, programs: Programs, changed: Programs) -> None:
         old, new = (tree_leaves((p.args, p.kwargs)) for p in (programs, changed))
-        leaves = {id(a): a.detach().clone() for a, b in zip(old, new, strict=True) if a is not b}
-        for leaf in leaves.values():
-            leaf.requires_grad_(leaf.is_floating_point())
-        self._ids = frozenset(map(id, leaves.values()))
-        marks = {i: ProvenanceTensor(t, frozenset({"data"})) for i, t in leaves.items()}
+        pairs = zip(old, new, strict=True)
+        copies = {id(a): a.detach().clone() for a, b in pairs if a is not b}
         call = (programs.args, programs.kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda t: marks.get(id(t), t), call)
+        args, kwargs = tree_map_only(Tensor, lambda t: copies.get(id(t), t), call)
+        self._copies = [*copies.values()]
         self._programs = replace(programs, args=args, kwargs=kwargs)
 
     def readers(self, run: Callable[[Programs], Trace]) -> list[str] | None:
         """Return the sites whose distribution was computed from marked tensors; None if unknown."""
-        try:
-            with torch.enable_grad(), pyro.validation_enabled(False):
-                with Escapes() as escapes:
-                    trace = run(self._programs)
-                names = [n for n, s in trace.nodes.items() if self._reads(s)]
-        except Exception:
-            # Some operators do not accept tracked tensors. Such models cannot be checked.
-            return None
-        # Data that were converted to Python numbers cannot be tracked.
-        return names if names or not escapes.names else None
+        marks = Marks(lambda: "")
+        bit = marks.new_bits()
+        with pyro.validation_enabled(False), marks:
+            for copy in self._copies:
+                marks.write(copy, bit)
+            trace = run(self._programs)
+            names = [n for n, s in trace.nodes.items() if self._reads(s, marks) & bit]
+        # Data that were converted to Python numbers decide about an unknown part of the program.
+        return names if names or not marks.control & bit else None
 
-    def _reads(self, site: Site) -> bool:
+    def _reads(self, site: Site, marks: Marks) -> int:
+        """Return the marks of a site's distribution."""
         if not is_scored(site) or is_factor(site["fn"]):
-            return False
-        log_prob = site["fn"].log_prob(detach_provenance(site["value"]).detach())
-        if get_provenance(log_prob):
-            return True
-        log_prob = detach_provenance(log_prob)
-        return log_prob.requires_grad and not self._ids.isdisjoint(
-            provenance.autograd_leaves(log_prob)
-        )
+            return 0
+        value = site["value"].detach().clone()
+        marks.clear(value)
+        return marks.bits(site["fn"].log_prob(value))
 
 
 # The wake-sleep algorithm, for any model from which data can be simulated.

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
+from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import masked, unscaled_log_prob, without_autocast
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, FactorKey, Site
@@ -47,7 +48,7 @@ def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
         torch.Size([5])
     """
     base, events, mask = fn, 0, None
-    while isinstance(base, torch.distributions.Independent):
+    while has_methods_of(base, torch.distributions.Independent):
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
     if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
         base, mask = base.base_dist, _unexpanded(base._mask)

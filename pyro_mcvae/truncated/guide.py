@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyro.infer.util import is_validation_enabled
 from torch import Tensor, nn
 
 from pyro_mcvae.ops import distributed as ranks
@@ -16,6 +15,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
+from pyro_mcvae.truncated.data_record import DataRecord, fingerprints
 from pyro_mcvae.truncated.joint import (
     GuideDraws,
     JointRuns,
@@ -33,80 +33,6 @@ from pyro_mcvae.truncated.states import (
     distinct_states,
     other_number_of_data,
 )
-
-# The observations that the states of a datum were searched for, to detect other data.
-
-# Two sums over the same observations may differ by rounding between minibatches.
-_TOLERANCE = 1e-6
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-class DataRecord:
-    """The fingerprint of each datum's observations at its last search; NaN before a search."""
-
-    def __init__(self) -> None:
-        self._searched: Tensor | None = None
-
-    def compare(self, runs: JointRuns, sample: WeightedParticles) -> Tensor | None:
-        """
-        Compare the observations of a minibatch with those that its states were searched for.
-
-        :returns: their fingerprints; None if no observation is determined by the data alone.
-        :raises StatesError: if states were searched for other observations.
-        """
-        fingerprints, searched_for = _fingerprints(runs.layouts, sample), self._searched
-        if fingerprints is None or searched_for is None or not is_validation_enabled():
-            return fingerprints
-        if searched_for.device != fingerprints.device:
-            return fingerprints
-        index, layout = runs.data.index, runs.layouts.layout
-        before = searched_for.index_select(0, index.to(fingerprints.device))
-        # Data without a search have NaN, which compares as False.
-        scale = torch.maximum(before[:, 1], fingerprints[:, 1])
-        differs = (before[:, 0] - fingerprints[:, 0]).abs() > _TOLERANCE * scale
-        if not bool(differs.any()):
-            return fingerprints
-        raise StatesError(
-            f"datum {int(index[differs.to(index.device)][0])} of plate '{layout.plates[-1].name}' "
-            f"has other values than before at the observed sites "
-            f"{', '.join(map(repr, sorted(runs.layouts.fixed_data)))}: states belong to a datum by "
-            f"its index, and these were searched for other observations. For minibatches pass "
-            f"their indices, pyro.plate(..., N, subsample=index); for held-out data create a guide "
-            f"by guide.for_data(...); for data that are drawn again at every step pass "
-            f"fixed_data=False"
-        )
-
-    def keep(self, runs: JointRuns, new: Tensor) -> None:
-        """Record the observations that states were searched for."""
-        old = self._searched
-        if old is None or old.device != new.device:
-            old = new.new_full((runs.layouts.layout.num_data, 2), torch.nan)
-        self._searched = old.index_copy(0, runs.data.index.to(new.device), new)
-
-
-def _fingerprints(layouts: Layouts, sample: WeightedParticles) -> Tensor | None:
-    """
-    Sum the observations of each datum, with weights that detect permutations.
-
-    :returns: the sum and the scale of its terms, float64, shape ``[E, 2]``; None if no observation
-        is determined by the data alone.
-    """
-    run, dims = sample.runs[0], sample.blocks[0].dims
-    sizes = sample.shapes[0]
-    parts: list[Tensor] = []
-    for term in run.terms:
-        if term.in_guide or term.key.name not in layouts.fixed_data or not sample.is_local(term):
-            continue
-        value, depth = term.site["value"].detach(), term.site["fn"].event_dim + run.nesting
-        value = value.reshape((1,) * (depth - value.dim()) + value.shape)
-        value = value.movedim([run.nesting + d for d in dims], list(range(len(dims))))
-        value = value.expand(*sizes, *value.shape[len(dims) :]).reshape(math.prod(sizes), -1)
-        value = value.double().nan_to_num()
-        at = torch.arange(value.shape[1], dtype=value.dtype, device=value.device)
-        place = 1 + (_GOLDEN * (at + 1) * (len(parts) + 1)) % 1
-        parts.append(torch.stack([value @ place, value.abs() @ place], dim=-1))
-    return torch.stack(parts).sum(0) if parts else None
-
 
 # Truncated posteriors: a set of discrete states of each datum, as a Pyro guide.
 
@@ -438,7 +364,10 @@ class EStep:
         joint = self.runs.log_joint_rows(sample)
         # If all states are stored, they are valid for any data.
         if self._guide.fixed_data and count < space.cardinality:
-            self._observed = self._guide._record.compare(self.runs, sample)
+            self._observed = fingerprints(sample, self.runs.layouts.fixed_data)
+            changed = self._guide._record.find_changed(self.runs.data.index, self._observed)
+            if changed is not None:
+                raise _other_data(self.runs.layouts, changed)
         return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
     def search(self, population: Population) -> Population:
@@ -465,7 +394,19 @@ class EStep:
         with torch.no_grad():
             states.index_copy_(0, index, packed)
         if self._observed is not None:
-            self._guide._record.keep(self.runs, self._observed)
+            num_data = self.runs.layouts.layout.num_data
+            self._guide._record.keep(self.runs.data.index, self._observed, num_data)
+
+
+def _other_data(layouts: Layouts, datum: int) -> StatesError:
+    return StatesError(
+        f"datum {datum} of plate '{layouts.layout.plates[-1].name}' has other values than before "
+        f"at the observed sites {', '.join(map(repr, sorted(layouts.fixed_data)))}: states belong "
+        f"to a datum by its index, and these were searched for other observations. For minibatches "
+        f"pass their indices, pyro.plate(..., N, subsample=index); for held-out data create a "
+        f"guide by guide.for_data(...); for data that are drawn again at every step pass "
+        f"fixed_data=False"
+    )
 
 
 def _first_states(space: StateSpace, prior: Tensor, num_data: int, count: int) -> Tensor:

@@ -207,7 +207,7 @@ def find_layouts(sampler: ParticleSampler, programs: Programs) -> Layouts:
     search = cast("SearchMessenger", programs.guide)
     with isolated(programs.owners), torch.no_grad():
         run = sampler.run_once(programs)
-        fixed_data = _constant_observations(programs, run)
+        fixed_data = constant_observations(programs, run)
         names = sorted(search.searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
@@ -242,7 +242,7 @@ def find_layouts(sampler: ParticleSampler, programs: Programs) -> Layouts:
     return Layouts(run.nesting, structure, layout, plates, fixed_data, states)
 
 
-def _constant_observations(programs: Programs, run: Run) -> frozenset[str]:
+def constant_observations(programs: Programs, run: Run) -> frozenset[str]:
     """Return the observed sites with the same values in another run, and without a gradient."""
     with torch.enable_grad():
         second_trace = run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1]

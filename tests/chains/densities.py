@@ -10,6 +10,18 @@ from pyro_mcvae.chains.kernels import MassMatrix, Target
 from pyro_mcvae.chains.score_network import SizedByChain
 
 
+class Reverse(torch.nn.Module):
+    """A network of a GaussianReverse with a moderate shift and log scale."""
+
+    def __init__(self, strength=0.3):
+        super().__init__()
+        self.strength = torch.nn.Parameter(torch.tensor(strength))
+
+    def forward(self, position, gradient, beta):
+        shift = self.strength * torch.tanh(position - 0.1 * gradient + beta)
+        return shift, 0.3 * self.strength * torch.sin(position.sum(-1, keepdim=True) - beta)
+
+
 def standard_normal(z):
     return -0.5 * (z.square() + math.log(2 * math.pi)).sum(-1)
 

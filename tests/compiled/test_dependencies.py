@@ -340,3 +340,33 @@ def test_attributes_of_a_loss_are_seen_at_the_next_step(plain: Any) -> None:
             setattr(plain, name, before / 2 if name == "alpha" else 4)
         assert seeded(loss, model, seed=step) == seeded(plain, model, seed=step)
     assert uses(loss) >= 3
+
+
+@pytest.mark.parametrize("key", ["}", "{k}", "{}", ("a", b"}")])
+def test_keys_of_a_dict_may_have_braces(key):
+    """GPyTorch's caches have such keys, and distributions or modules as values."""
+
+    class Program:
+        def __init__(self):
+            self.priors = {key: dist.Normal(0.0, 1.0)}
+            self.module = torch.nn.Linear(1, 1)
+
+        def model(self, x):
+            z = pyro.sample("z", self.priors[key])
+            pyro.sample("x", dist.Normal(z, 1.0).expand([3]).to_event(1), obs=x)
+
+        def guide(self, x):
+            pyro.sample("z", dist.Normal(pyro.param("m", torch.tensor(0.0)), 0.5))
+
+    program, losses = Program(), []
+    for elbo in (TraceSGVB_ELBO(), CompiledELBO(TraceSGVB_ELBO(), backend="eager")):
+        pyro.clear_param_store()
+        program.priors = {key: dist.Normal(0.0, 1.0)}
+        values = []
+        for i in range(6):
+            if i == 4:
+                program.priors[key] = dist.Normal(1.0, 2.0)
+            pyro.set_rng_seed(i)
+            values.append(elbo.loss_and_grads(program.model, program.guide, torch.ones(3)))
+        losses.append(values)
+    assert losses[0] == losses[1]

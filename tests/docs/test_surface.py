@@ -92,6 +92,7 @@ def test_the_names_of_a_class_are_found() -> None:
 # Exports with more than one argument that is clear without its name.
 POSITIONAL = {
     **dict.fromkeys(["compare", "log_evidence", "refine", "report", "sandwich"], 2),
+    **dict.fromkeys(["BernoulliPrior", "GaussianNoise", "low_dimensional_evidence"], 2),
     **dict.fromkeys(["load_checkpoint", "save_checkpoint", "RankBatches", "Proposal"], 2),
     **dict.fromkeys(["MonteCarloEM", "TraceAIS_ELBO", "TraceSIS_ELBO", "TruncatedPosterior"], 2),
     **dict.fromkeys(["LearnedMomentum", "LearnedStepSize", "TraceRaoBlackwell_ELBO"], 2),

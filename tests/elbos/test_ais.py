@@ -100,10 +100,9 @@ def test_defaults():
         assert not list(elbo.parameters())
 
 
-def test_one_particle_needs_no_baseline_where_nothing_is_scored():
-    # Without accept bits in the weight, or without scores, there is nothing to subtract.
-    TraceAIS_ELBO(1, num_particles=1)
-    TraceAIS_ELBO(num_particles=1, gradient_estimator="reweighted")
+@pytest.mark.parametrize("multi_sample", [False, True])
+def test_one_particle_is_unbiased_without_a_baseline(multi_sample, monkeypatch):
+    check(EXAMPLES["vae"](), MALA(0.2), 2, monkeypatch, 1, multi_sample=multi_sample)
 
 
 @pytest.mark.parametrize(("multi_sample", "vectorize"), [(False, True), (True, False)])

@@ -414,6 +414,35 @@ def test_parameters_of_a_guide_that_has_none_are_warned_of(compiled, caplog):
     assert "the guide is not a module" in caplog.text
 
 
+class NoLatents(torch.nn.Module):
+    def forward(self, x):
+        pass
+
+
+@pytest.mark.parametrize("guide", [NoLatents(), lambda x: None], ids=["module", "function"])
+def test_a_guide_that_has_run_and_needs_no_parameters_is_not_warned_of(guide, caplog):
+    class Mixture(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loc = torch.nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            with pyro.plate("data", len(x)):
+                k = pyro.sample(
+                    "k", dist.Categorical(torch.ones(3)), infer={"enumerate": "parallel"}
+                )
+                pyro.sample("x", dist.Normal(self.loc[k], 1.0), obs=x)
+
+    elbo = TraceIWAE_ELBO(2)(Mixture(), guide)
+    elbo(torch.randn(5)).backward()
+    assert [name for name, _ in elbo.named_parameters()] == ["model.loc"]
+    assert not caplog.text
+    other = TraceIWAE_ELBO(2)(line, line_guide)
+    other(torch.randn(5))
+    list(other.parameters())
+    assert "the guide is not a module" in caplog.text
+
+
 @pytest.mark.parametrize(("loss", "learns"), [(TraceSIS_ELBO, True), (TraceIWAE_ELBO, False)])
 def test_a_loss_that_learns_says_that_it_trains_a_second_model(loss, learns, caplog):
     loss, x = loss(2), torch.zeros(3)

@@ -11,6 +11,7 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
+    AdaptiveStepSize,
     LearnedSchedule,
     MonteCarloEM,
     RandomWalk,
@@ -231,3 +232,43 @@ def test_factors_of_the_guide_that_hide_draws_are_refused(estimator):
     elbo.loss_and_grads(model, partial(guide, reparameterized=True), x)
     with pytest.raises(ValueError, match=r"factor 'penalty' has has_rsample=False"):
         elbo.loss_and_grads(model, partial(guide, reparameterized=False), x)
+
+
+def decoder_pair():
+    weight = torch.randn(4, 16)
+    x = (torch.randn(20, 4) @ weight).sigmoid().bernoulli()
+
+    def model():
+        with pyro.plate("data", 20):
+            z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=3 * z @ weight).to_event(1), obs=x)
+
+    def guide():
+        loc = pyro.param("loc", torch.zeros(20, 4))
+        with pyro.plate("data", 20):
+            pyro.sample("z", dist.Normal(loc, 0.3).to_event(1))
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("elbo", "warns"),
+    [
+        (lambda: TraceSIS_ELBO(4, ULA(3.0)), True),
+        (lambda: TraceSIS_ELBO(4, ULA(3.0), defensive=0.01), True),
+        (lambda: TraceAIS_ELBO(4, MALA(3.0)), True),
+        (lambda: MonteCarloEM(2, MALA(3.0)), True),
+        (lambda: TraceSIS_ELBO(4, ULA(0.01)), False),
+        (lambda: TraceSIS_ELBO(4), False),
+        (lambda: TraceAIS_ELBO(4, MALA(AdaptiveStepSize(0.5))), False),
+    ],
+)
+def test_moves_that_go_too_far_are_warned_of_once(elbo, warns, caplog):
+    both, loss = decoder_pair(), elbo()
+    for _ in range(16):
+        loss.loss_and_grads(*both)
+    lines = [r.getMessage() for r in caplog.records if "go too far" in r.getMessage()]
+    assert len(lines) == warns
+    if warns:
+        assert "acceptance of a transition is 0.00" in lines[0]
+        assert "step size is 3: use a smaller one, or AdaptiveStepSize()" in lines[0]

@@ -10,13 +10,14 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
+    GaussianReverse,
     RandomWalk,
     TraceAIS_ELBO,
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
-from tests.chains.densities import learned_moves
+from tests.chains.densities import Reverse, learned_moves
 from tests.estimates import assert_mean
 from tests.models import (
     ConjugateGaussian,
@@ -35,6 +36,7 @@ KERNELS = {
     "per coordinate": (TraceSIS_ELBO, lambda: ULA(AdaptiveStepSize(0.1, per_coordinate=True))),
     "UnderdampedLangevin": (TraceSIS_ELBO, lambda: UnderdampedLangevin(0.4, momentum=0.6)),
     "learned moves": (TraceSIS_ELBO, lambda: learned_moves(0.3, momentum=0.6)),
+    "learned reverse": (TraceSIS_ELBO, lambda: ULA(0.1, reverse=GaussianReverse(Reverse()))),
     "MALA": (TraceAIS_ELBO, lambda: MALA(0.3)),
     "HMC": (TraceAIS_ELBO, lambda: HMC(0.4, num_leapfrog=2)),
     "RandomWalk": (TraceAIS_ELBO, lambda: RandomWalk(0.7)),

@@ -117,3 +117,12 @@ def test_bounds_of_another_shape_are_refused():
         Unreduced(3).loss(model, guide)
     with pytest.raises(NotImplementedError, match="ByHand has no bounds per datum"):
         ByHand(2).bounds(model, guide)
+
+
+@pytest.mark.parametrize(("result", "kind"), [(torch.zeros(3), "Tensor"), (None, "NoneType")])
+def test_another_result_than_an_estimate_is_refused(result, kind):
+    elbo = type("TraceMine_ELBO", (MonteCarloELBO,), {"estimate": lambda self, programs: result})(2)
+    message = rf"TraceMine_ELBO.estimate must return an Estimate, .*local_estimate.* got {kind}"
+    for call in (elbo.loss, elbo.loss_and_grads, elbo.differentiable_loss, elbo.bounds):
+        with pytest.raises(TypeError, match=message):
+            call(model, guide)

@@ -12,6 +12,7 @@ from pyro.optim import Adam
 from torch import nn
 
 from pyro_mcvae import (
+    CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
@@ -336,3 +337,30 @@ def test_each_line_is_logged_once(caplog):
     lines = [r.getMessage() for r in caplog.records]
     assert lines
     assert len(lines) == len(set(lines))
+
+
+def test_compiled_losses_are_recorded(caplog):
+    """Isolation hides the outer handlers, so that none of them would miss the sites."""
+    losses = {"ELBO": TraceSGVB_ELBO(), "replayed": CompiledELBO(TraceSGVB_ELBO(), backend="eager")}
+    with caplog.at_level("INFO", "pyro_mcvae"):
+        result = run(functions(), losses, num_steps=6)
+    assert not [r for r in caplog.records if "runs uncompiled" in r.getMessage()]
+    assert result["replayed"].bounds == result["ELBO"].bounds
+
+
+def test_the_plot_has_the_numbers():
+    pytest.importorskip("matplotlib").use("agg")
+    result = run(functions(), LOSSES)
+    left, right = result.plot()
+    labels = [text.get_text() for text in left.get_yticklabels()]
+    assert labels == [f"{name}: {kind}" for name in LOSSES for kind in ("ELBO", "log p(x)")]
+    plotted = [container.lines[0].get_xdata()[0] for container in left.containers]
+    expected = [x for c in result.values() for x in (c.guide.bound.mean(), c.evidence.mean)]
+    assert plotted == pytest.approx([float(x) for x in expected])
+    for container, name in zip(right.containers, LOSSES, strict=True):
+        values = [float(evidence.mean) for _, evidence in result[name].curve.values()]
+        assert container.lines[0].get_ydata() == pytest.approx(values)
+    styles = [
+        (line.get_color(), line.get_marker()) for line, *_ in (c.lines for c in right.containers)
+    ]
+    assert len({color for color, _ in styles}) == len({marker for _, marker in styles}) == 2

@@ -178,3 +178,28 @@ def test_guides_that_share_the_store_are_named():
     pairs = {name: located(mean, cleared=False) for name, mean in {"a": 0.0, "b": 20.0}.items()}
     with pytest.warns(UserWarning, match=r"parameter 'AutoNormal.* is shared with another"):
         compare_models(pairs, torch.tensor(3.0), num_particles=50, seed=0)
+
+
+def test_an_error_that_log_evidence_does_not_know_is_not_printed():
+    """The guide of one model is thousands of nats off."""
+
+    def model(x, scale):
+        z = pyro.sample("z", dist.Normal(torch.zeros(25), 1.0).to_event(1))
+        with pyro.plate("data", 25):
+            pyro.sample("x", dist.Normal(z, scale), obs=x)
+
+    def guide(x, scale):
+        loc = x / (1 + scale**2) + (scale < 0.1) * 3.0
+        pyro.sample("z", dist.Normal(loc, scale / (1 + scale**2) ** 0.5).to_event(1))
+
+    x = torch.randn(25)
+    models = {n: (model, guide, (x, s)) for n, s in (("good", 1.0), ("poor", 0.05))}
+    result = compare_models(models, seed=0, num_particles=200)
+    assert result.doubtful == ["poor"]
+    value, error = result.difference("good", "poor")
+    assert value > 100
+    assert math.isnan(error)
+    assert math.isfinite(result.difference("good", "good")[1])
+    rows = str(result).splitlines()
+    assert sum("± unknown" in row for row in rows) == 1
+    assert next(r for r in rows if r.startswith("poor")).count("± unknown") == 2

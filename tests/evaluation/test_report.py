@@ -503,3 +503,17 @@ def test_a_k_hat_that_is_good_by_chance_is_no_missed_mode():
     results = [report(model, guide, seed=seed, **options) for seed in range(3)]
     assert all(0.4 < r.guide.pareto_k.median() < 0.6 for r in results)
     assert not any(r.misses for r in results)
+
+
+def test_the_plot_has_the_numbers_of_the_report():
+    pytest.importorskip("matplotlib").use("agg")
+    exact = ConjugateGaussian(N=6)
+    result = report(exact.model, exact.guide, num_particles=600, seed=0)
+    left, right = result.plot()
+    labels = [text.get_text() for text in left.get_yticklabels()]
+    assert labels[:2] == ["ELBO", "weights of the guide"]
+    bars = [container.lines[0].get_xdata()[0] for container in left.containers]
+    assert bars[:2] == pytest.approx([float(result.bound.mean()), float(result.guide.mean)])
+    points = torch.cat([torch.as_tensor(c.get_offsets().data) for c in right.collections])
+    assert points[:, 1].sort().values.tolist() == pytest.approx(result.gap.sort().values.tolist())
+    assert result.plot((left, right)) == (left, right)

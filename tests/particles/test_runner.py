@@ -14,7 +14,7 @@ from pyro_mcvae.checks import vectorization
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure import interventions
+from pyro_mcvae.structure import marked
 
 alone = pytest.mark.usefixtures("leading_dims_only")
 GROUP = torch.tensor([0, 0, 1, 1])
@@ -118,7 +118,7 @@ def test_a_fault_of_the_comparison_is_no_reason_to_pass(monkeypatch):
 
 
 def test_a_fault_of_the_search_for_dependent_elements_is_no_reason_to_pass(monkeypatch):
-    monkeypatch.setattr(interventions, "differing", failing)
+    monkeypatch.setattr(marked.MarkedRun, "coupled", property(failing))
     with pytest.raises(GuardFaultError):
         TraceIWAE_ELBO(2).loss(*sized(lambda z: z), 5)
 

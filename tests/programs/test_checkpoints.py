@@ -1,5 +1,7 @@
 """Reentrant checkpoints train like programs without them."""
 
+import threading
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -16,6 +18,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     WakeSleep,
 )
+from pyro_mcvae.programs.messengers import NonReentrant
 from tests.params import in_turn
 
 OBJECTIVES = {
@@ -96,3 +99,31 @@ def test_nothing_is_left_behind():
     with pytest.raises(ZeroDivisionError):
         gradients("iwae", lambda net, z: 1 / 0)
     assert "apply" not in vars(CheckpointFunction)
+
+
+def is_reentrant():
+    """Whether the input's gradient flag is that of a reentrant checkpoint: no graph inside."""
+    seen = []
+
+    def inner(x):
+        seen.append(torch.is_grad_enabled())
+        return x.exp()
+
+    checkpoint(inner, torch.ones(2, requires_grad=True), use_reentrant=True).sum().backward()
+    return not seen[0]
+
+
+def test_overlapping_contexts_of_threads_leave_nothing_behind():
+    first, second = NonReentrant(), NonReentrant()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not is_reentrant()
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(is_reentrant()))
+    thread.start()
+    thread.join()
+    assert elsewhere == [True]
+    second.__exit__(None, None, None)
+    assert "apply" not in vars(CheckpointFunction)
+    assert is_reentrant()

@@ -10,11 +10,13 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import autoguide
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.programs.contract import checked_run
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure.provenance import find_dependencies
+from pyro_mcvae.structure.marked import MarkedRunError, marked_run
 
 
 def normal(loc=0.0):
@@ -22,7 +24,7 @@ def normal(loc=0.0):
 
 
 def dependencies(model, guide, *tracked):
-    return find_dependencies(Programs(model, guide, (), {}), frozenset(tracked), {})
+    return marked_run(Programs(model, guide, (), {}), {}).dependencies(frozenset(tracked))
 
 
 def factors(model, guide, *tracked):
@@ -278,36 +280,47 @@ def test_a_site_fixed_to_an_upstream_draw_depends_on_it():
 
 
 class Opaque(torch.autograd.Function):
+    """Rejects tensor subclasses, as extensions in C do."""
+
     @staticmethod
     def forward(ctx, x):
-        raise TypeError("no subclasses of Tensor")
+        if type(x) not in (torch.Tensor, nn.Parameter):
+            raise TypeError("no subclasses of Tensor")
+        return x.clone()
 
 
-def test_a_program_that_cannot_be_tracked_yields_nothing_and_warns():
+def test_programs_see_plain_tensors():
     def model():
-        pyro.sample("x", normal(Opaque.apply(pyro.sample("z", normal()))), obs=torch.tensor(0.0))
+        z = pyro.sample("z", normal())
+        assert type(z) is torch.Tensor
+        pyro.sample("x", normal(Opaque.apply(z)), obs=torch.tensor(0.0))
 
     def guide():
         pyro.sample("z", normal())
 
-    with pytest.warns(UserWarning, match=r"cannot trace .*TypeError: no subclasses of Tensor"):
-        result = dependencies(model, guide, "z")
-    assert not any(result)
-    assert not poutine.runtime._PYRO_STACK
+    assert factors(model, guide, "z")["model x"] == {"z"}
 
 
 @pytest.mark.parametrize("error", [IndexError, KeyError, TypeError, RuntimeError])
-def test_whatever_a_program_raises_while_it_is_tracked_is_a_warning(error):
+def test_programs_that_fail_when_they_run_again_depend_on_everything(error, caplog):
+    runs = []
+
     def model():
-        z = pyro.sample("z", normal())
-        if type(z) is not torch.Tensor:
-            raise error("not a plain tensor")
+        runs.append(None)
+        if len(runs) == 2:
+            raise error("not again")
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", normal())
+            pyro.sample("x", normal(z), obs=torch.zeros(2))
 
     def guide():
-        pyro.sample("z", normal())
+        with pyro.plate("data", 2):
+            pyro.sample("z", normal())
 
-    with pytest.warns(UserWarning, match="cannot trace"):
-        assert not any(dependencies(model, guide, "z"))
+    with caplog.at_level("WARNING"):
+        elbo = TraceIWAE_ELBO(2, vectorize_particles=False)
+        assert elbo.bounds(model, guide).plates == ()
+    assert "fail when they run again at the same draws" in caplog.text
     assert not poutine.runtime._PYRO_STACK
 
 
@@ -316,7 +329,7 @@ def look_nesting(programs):
 
 
 def look_dependencies(programs):
-    find_dependencies(programs, frozenset({"theta", "z"}), {})
+    marked_run(programs, {})
 
 
 looks = pytest.mark.parametrize("look", [look_nesting, look_dependencies])
@@ -362,12 +375,9 @@ def test_looking_leaves_random_number_generators_alone_when_the_program_fails(lo
     pyro.set_rng_seed(7)
     expected = torch.rand(3), np.random.rand(3), random.random()
     pyro.set_rng_seed(7)
-    if look is look_nesting:
-        with pytest.raises(RuntimeError, match="broken"):
-            look(programs)
-    else:
-        with pytest.warns(UserWarning, match="RuntimeError: broken"):
-            look(programs)
+    error = RuntimeError if look is look_nesting else MarkedRunError
+    with pytest.raises(error, match="broken"):
+        look(programs)
     assert torch.equal(torch.rand(3), expected[0])
     assert (np.random.rand(3) == expected[1]).all()
     assert random.random() == expected[2]

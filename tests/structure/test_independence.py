@@ -17,7 +17,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
 )
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.structure.interventions import find_dependent_plates
+from pyro_mcvae.structure.marked import marked_run
 from tests.structure.pairs import coupled_pair
 
 X = (3.0, 3.5, 2.5, 4.0)
@@ -109,7 +109,7 @@ def test_the_elements_meet_also_where_the_guides_flow_has_no_inverse(flow):
 
 
 def coupled(model, guide, **subsamples):
-    result = find_dependent_plates(Programs(model, guide, (), {}), subsamples).plates
+    result = marked_run(Programs(model, guide, (), {}), subsamples).coupled
     return {(key.program, key.name): {p.name for p in plates} for key, plates in result.items()}
 
 
@@ -148,7 +148,7 @@ def test_which_plate_is_coupled(drawn, combine, plates):
     assert result == ({("model", "x"): plates} if plates else {})
 
 
-def test_many_elements_cost_few_runs():
+def test_many_elements_cost_one_run():
     runs = []
 
     def count(z):
@@ -156,9 +156,7 @@ def test_many_elements_cost_few_runs():
         return z
 
     assert coupled(*coupled_pair(count, 500)) == {}
-    # One of both programs, a baseline and one for each of 12 subsets that separate all pairs; and a
-    # baseline and two halves at generic parameters.
-    assert len(runs) == 17
+    assert len(runs) == 1
 
 
 def test_the_other_plates_keep_their_weights():
@@ -196,15 +194,17 @@ class Decoder(nn.Module):
             pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
-def test_batch_statistics_and_dropout_do_not_count_and_do_not_change():
+def test_batch_statistics_couple_data_and_a_marked_run_does_not_change_them():
     torch.manual_seed(0)
     decoder = Decoder()
     before = {n: b.clone() for n, b in decoder.layers[1].named_buffers() if "running" in n}
     random = torch.get_rng_state()
-    assert coupled(decoder.model, decoder.guide) == {}
+    assert coupled(decoder.model, decoder.guide) == {("model", "x"): {"data"}}
     assert torch.equal(torch.get_rng_state(), random)
     for name, buffer in before.items():
         assert torch.equal(decoder.layers[1].get_buffer(name), buffer)
+    decoder.layers[1].eval()
+    assert coupled(decoder.model, decoder.guide) == {}
 
 
 def test_elements_that_meet_beside_noise_of_the_program_are_seen():

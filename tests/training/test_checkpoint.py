@@ -468,3 +468,32 @@ def test_generators_and_pyros_own_losses(tmp_path):
     assert torch.equal(torch.rand(3), wanted[1])
     with pytest.raises(ValueError, match="'loss' was saved from a Trace_ELBO, and is now a"):
         load_checkpoint(tmp_path / "run.pt", {**parts, "loss": TraceAIS_ELBO(2)})
+
+
+def test_a_part_of_a_run_is_loaded_alone(tmp_path):
+    """The model for evaluation, without the guide and the optimizer."""
+    model, guide = torch.nn.Linear(2, 1), torch.nn.Linear(1, 2)
+    optim = torch.optim.Adam(model.parameters())
+    pyro.module("decoder", model), pyro.module("encoder", guide)
+    pyro.param("prior", torch.tensor(1.5))
+    parts = {"model": model, "guide": guide, "optim": optim}
+    save_checkpoint(tmp_path / "run.pt", parts, epoch=3)
+    saved = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    pyro.clear_param_store()
+    pyro.param("other", torch.tensor(2.0))
+    fresh, state = torch.nn.Linear(2, 1), torch.get_rng_state()
+    with pytest.raises(ValueError, match="or partial=True to load only some"):
+        load_checkpoint(tmp_path / "run.pt", {"model": fresh})
+    result = load_checkpoint(tmp_path / "run.pt", {"model": fresh}, partial=True)
+    assert result == {"epoch": 3}
+    assert all(torch.equal(p, saved[n]) for n, p in fresh.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    store = pyro.get_param_store()
+    assert store["prior"] == 1.5
+    assert store["other"] == 2.0
+    assert not any(name.startswith("encoder") for name in store)
+    with pytest.raises(ValueError, match=r"those to load are \['decoder'\]"):
+        load_checkpoint(tmp_path / "run.pt", {"decoder": fresh}, partial=True)
+    with pytest.raises(ValueError, match="saved from a Linear, and is now a Adam"):
+        load_checkpoint(tmp_path / "run.pt", {"model": optim}, partial=True)

@@ -456,3 +456,41 @@ def test_chains_of_other_data_are_refused():
         else:
             with pytest.raises(ValueError, match=r"of an earlier step have shape \(1, 3, 1\)"):
                 elbo.loss_and_grads(exact.model, exact.guide)
+
+
+def minibatches(elbo, data, index=None, model_draws=False):
+    """Steps on batches in a plate, and the positions after each."""
+
+    def model(x):
+        with pyro.plate("data", 6 if index else len(x), subsample=index and torch.tensor(index)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            x = x.bernoulli() if model_draws else x
+            pyro.sample("x", dist.Normal(z, 0.1), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", 6 if index else len(x), subsample=index and torch.tensor(index)):
+            pyro.sample("z", dist.Normal(pyro.param("m", torch.zeros(())), 0.1))
+
+    for x in data:
+        elbo.loss_and_grads(model, guide, x)
+
+
+def test_persistent_chains_of_another_datum_are_refused():
+    """A loader's minibatches in plate("data", len(x)) have the same indices."""
+    batches = [torch.full((3,), -5.0), torch.full((3,), 5.0)]
+    options = {"persistent": True}
+    elbo = MonteCarloEM(1, HMC(0.02, num_leapfrog=1), **options)
+    minibatches(elbo, batches[:1] * 3)
+    before = elbo.states.positions.clone()
+    with pytest.raises(ValueError, match=r"datum 0 of plate 'data'.*'x'.*subsample=index.*fixed_"):
+        minibatches(elbo, batches[1:])
+    assert torch.equal(elbo.states.positions, before)
+    elbo = MonteCarloEM(1, HMC(0.02, num_leapfrog=1), **options)
+    minibatches(elbo, [torch.tensor([-5.0, -4.0])], index=[2, 4])
+    minibatches(elbo, [torch.tensor([-4.0, -5.0])], index=[4, 2])
+    with pytest.raises(ValueError, match="datum 4"):
+        minibatches(elbo, [torch.tensor([-5.0, -3.0])], index=[2, 4])
+    for case in ({"fixed_data": False}, {}):
+        elbo = MonteCarloEM(1, HMC(0.02, num_leapfrog=1), **options, **case)
+        gray = [torch.full((3,), 0.5)] * 4
+        minibatches(elbo, gray if not case else batches, model_draws=not case)

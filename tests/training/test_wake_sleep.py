@@ -470,6 +470,39 @@ def test_a_guide_that_reads_the_data_elsewhere():
     assert math.isfinite(loss.loss_and_grads(model, guide, x, x / 10))
 
 
+def test_programs_that_cannot_be_tracked_are_compared_at_simulated_data():
+    """They reject subclasses of tensors, so that marks do not come through."""
+
+    def strict(*tensors):
+        if any(type(t) is not torch.Tensor for t in tensors):
+            raise TypeError("plain tensors only")
+
+    def model(x, scaled, reads):
+        strict(x)
+        with pyro.plate("data", len(x) - 1):
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+            loc = z + 0.9 * x[:-1] if reads else z
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=x[1:])
+
+    def guide(x, scaled, elsewhere):
+        strict(x)
+        with pyro.plate("data", len(x) - 1):
+            x = scaled if elsewhere else x
+            pyro.sample("z", dist.Normal(slope() * x[1:], 0.7))
+
+    def only_model(reads):
+        return lambda x, scaled: model(x, scaled, reads)
+
+    def only_guide(elsewhere):
+        return lambda x, scaled: guide(x, scaled, elsewhere)
+
+    x = make_data()
+    refused(only_model(True), only_guide(False), "site 'x' of the model depends on obs", x, x / 10)
+    refused(only_model(False), only_guide(True), "reads the data of 'x' from none", x, x / 10)
+    loss = WakeSleep().loss_and_grads(only_model(False), only_guide(False), x, x / 10)
+    assert math.isfinite(loss)
+
+
 def test_numbers_as_data():
     def model(x):
         z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))

@@ -11,7 +11,7 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
-from pyro_mcvae.truncated.search import choose_parents
+from pyro_mcvae.truncated.search import choose_parents, cross_over
 
 N, H = 4, 5
 MADE = torch.Generator().manual_seed(3)
@@ -73,3 +73,66 @@ def test_draws_from_the_prior_find_what_single_moves_cannot(prior_draws):
     result = guide.fit(num_steps=40)
     best = 3.0 if prior_draws else 0.0
     assert torch.allclose(result, torch.full((8,), best) - H * torch.tensor(2.0).log())
+
+
+def test_crossover_exchanges_the_ends_of_pairs():
+    """All points are equally likely, and an odd last parent is left alone."""
+    count = 4000
+    states = torch.arange(3).reshape(1, 3, 1).expand(count, 3, H)
+    first, second, odd = cross_over(states).unbind(1)
+    assert (odd == 2).all()
+    assert (first + second == 1).all()
+    point = (first == 0).sum(-1)
+    assert (first.diff(dim=-1) >= 0).all()  # one exchange at a single point
+    frequency = point.bincount(minlength=H + 1)[1:H] / count
+    chance = 1 / (H - 1)
+    assert ((frequency - chance).abs() < 4.5 * (chance * (1 - chance) / count) ** 0.5).all()
+    assert frequency.sum() == 1
+    single = torch.ones(2, 4, 1)
+    assert torch.equal(cross_over(single), single)
+
+
+class Recorded(UniformFlips):
+    def __init__(self):
+        self.parents, self.children = [], []
+
+    def __call__(self, parents, count):
+        result = super().__call__(parents, count)
+        self.parents.append(parents.states)
+        self.children.append(result.flatten(1, 2))
+        return result
+
+
+def contains(sets, states):
+    """Whether each state, [E, P, D], is in the set of its datum, [E, C, D]."""
+    return (states.unsqueeze(2) == sets.unsqueeze(1)).all(-1).any(-1)
+
+
+@pytest.mark.parametrize("elitist", [False, True])
+def test_parents_of_a_generation(elitist):
+    """Algorithm 1 takes them from the children before; an elitist search from the best so far."""
+    mutation = Recorded()
+    update = EvolutionaryUpdate(3, 2, 3, mutation=mutation, elitist=elitist)
+    guide = TruncatedPosterior(model, 4, evolution=update)
+    before = guide.posterior()
+    guide.fit(num_steps=1)
+    start = before.values["z"].movedim(0, 1)
+    assert contains(start, mutation.parents[0]).all()
+    later = zip(mutation.children[:-1], mutation.parents[1:], strict=True)
+    among_children = [contains(children, parents).all() for children, parents in later]
+    assert all(among_children) is not elitist
+    assert (guide.posterior().free_energy >= before.free_energy - 1e-9).all()
+
+
+def test_crossover_mixes_two_states_before_the_mutation():
+    """A child differs from a crossing of two parents by one flip."""
+    mutation = Recorded()
+    update = EvolutionaryUpdate(2, 1, 1, mutation=mutation, crossover=True)
+    guide = TruncatedPosterior(model, 2, evolution=update)
+    start = guide.posterior().values["z"].movedim(0, 1)
+    guide.fit(num_steps=1)
+    for datum, crossed in zip(start, mutation.parents[0], strict=True):
+        options = [
+            torch.cat([a[:point], b[point:]]) for a in datum for b in datum for point in range(1, H)
+        ]
+        assert contains(torch.stack(options)[None], crossed[None]).all()

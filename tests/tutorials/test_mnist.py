@@ -74,6 +74,8 @@ def test_reads_archives(tmp_path: Path) -> None:
     for kind in ("train", "t10k"):
         with gzip.open(folder / f"{kind}-images-idx3-ubyte.gz", "wb") as file:
             file.write(bytes(16) + bytes([255]) + bytes(783) + bytes(783) + bytes([51]))
+        with gzip.open(folder / f"{kind}-labels-idx1-ubyte.gz", "wb") as file:
+            file.write(bytes(8) + bytes([3, 7]))
     task = mnist.load(tmp_path, None, 1)
     images = task.train
     assert (task.name, task.channels, task.size, task.binary) == ("MNIST", 1, 28, True)

@@ -26,11 +26,7 @@ def single_precision():
 
 def test_few_states_hold_the_evidence_of_the_bars():
     bars, images = load("bars"), torch.arange(500)
-    model = bars.Model(bars.make_data(500)[0])
-    with torch.no_grad():
-        model.decoder.weight.copy_(bars.bars().t())
-        model.logits.fill_(bars.PI).logit_()
-        model.log_sigma.fill_(bars.SIGMA).log_()
+    model = bars.true_model(bars.make_data(500)[0])
     evidence = TruncatedPosterior(model, 256).posterior(images).free_energy
     guide = TruncatedPosterior(model, 64, evolution=EvolutionaryUpdate(3, 2, 1))
     assert (evidence - guide.posterior(images).free_energy).mean() > 10
@@ -42,12 +38,12 @@ def test_few_states_hold_the_evidence_of_the_bars():
 def test_bars_are_found():
     pyro.enable_validation(False)
     bars = load("bars")
-    model = bars.Model(bars.make_data(500)[0])
+    model = bars.true_model(bars.make_data(500)[0])
     with torch.no_grad():
         # Between the bars there is no optimum to be caught in.
-        model.decoder.weight.copy_(bars.bars().t() + 0.2 * torch.randn(16, 8))
-        model.logits.fill_(0.2).logit_()
-        model.log_sigma.fill_(0.15).log_()
+        model.decoder.weight.add_(0.2 * torch.randn(16, 8))
+        model.pi.fill_(0.2)
+        model.sigma.fill_(0.15)
     bars.train(model, epochs=22, rate=0.03)
     assert bars.recovered(model)
 
@@ -62,7 +58,7 @@ def test_the_best_start_is_kept(tmp_path, capsys):
     others = [bars.Model(images) for _ in range(2)]
     assert [bars.train(other, 1) for other in others] == curves
     best = others[0 if curves[0][-1] > curves[1][-1] else 1]
-    assert torch.equal(model.decoder.weight, best.decoder.weight)
+    assert torch.equal(model.fields(), best.fields())
     bars.main(["--seeds", "1", "--starts", "1", "--epochs", "1", "--output", str(output)])
     assert output.exists()
     assert "of 1 seeds" in capsys.readouterr().out
@@ -70,8 +66,9 @@ def test_the_best_start_is_kept(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_bars_are_found_from_any_start(tmp_path):
-    # One start finds them in about three of four cases.
-    assert load("bars").main(["--seeds", "10", "--output", str(tmp_path / "bars.png")]) >= 8
+    # With a linear decoder most starts find them.
+    argv = ["--seeds", "10", "--linear", "--output", str(tmp_path / "bars.png")]
+    assert load("bars").main(argv) >= 8
 
 
 @pytest.mark.parametrize(

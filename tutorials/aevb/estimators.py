@@ -1,6 +1,5 @@
 """Estimators of the marginal likelihood of a trained model, for figure 3."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,9 @@ import pyro
 import pyro.distributions as dist
 import torch
 from common import VAE
-from pyro import poutine
 from torch import Tensor
 
-from pyro_mcvae import HMC, AdaptiveStepSize, log_evidence, refine
+from pyro_mcvae import log_evidence, low_dimensional_evidence, refine
 
 
 @dataclass
@@ -52,28 +50,6 @@ class Around:
             pyro.sample("z", self.density)
 
 
-def appendix_d(vae: VAE, x: Tensor, guide: Any, draws: int, warmup: int) -> Tensor:
-    r"""
-    Estimate the marginal likelihood of each image with the paper's estimator (appendix D).
-
-    1 / p(x) is the posterior mean of f(z) / p(x, z), for any normalized density f. Here f has
-    kernels around half of the draws, and the mean is over the other half.
-
-    :param warmup: transitions of Hamiltonian Monte Carlo before each draw.
-    """
-    kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=4, jitter=0.3)
-    options = {"num_particles": 1, "num_transitions": max(1, warmup), "kernel": kernel}
-    z = refine(vae.model, guide, x, num_samples=2 * draws, schedule=1, **options)["z"]
-    density, rest = Around(z[:draws], prior=0.0).density, z[draws:]
-    joint = []
-    for draw in rest:
-        trace = poutine.trace(poutine.condition(vae.model, data={"z": draw})).get_trace(x)
-        trace.compute_log_prob()
-        joint.append(trace.nodes["z"]["log_prob"] + trace.nodes["x"]["log_prob"])
-    ratio: Tensor = density.log_prob(rest) - torch.stack(joint)
-    return math.log(draws) - ratio.logsumexp(0)
-
-
 def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup: int) -> Estimates:
     """
     Estimate log p(x) by importance sampling around draws of annealed chains, in two stages.
@@ -103,12 +79,12 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
     evidence = log_evidence(vae.model, around.guide, x, num_particles=particles)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        papers = appendix_d(vae, x, guide, 50, warmup)
+        papers = low_dimensional_evidence(vae.model, guide, x, num_transitions=max(1, warmup))
     values, errors = evidence.log_evidence, evidence.standard_error
     return Estimates(
         values.mean().item(),
         values.std().item() / len(values) ** 0.5,
         errors.square().sum().sqrt().item() / len(values),
         evidence.unreliable.double().mean().item(),
-        papers.mean().item(),
+        papers.log_evidence.mean().item(),
     )

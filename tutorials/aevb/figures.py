@@ -11,9 +11,10 @@ appendix D (see ``estimators.py``). The default data are scikit-learn's digits::
     python tutorials/aevb/figures.py --figure bound --dataset frey --data-root data --hidden 200
     python tutorials/aevb/figures.py --figure marginal --dataset mnist --data-root data \\
         --num-train 1000 50000 --num-evaluated 100
-    python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --full
+    python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --paper
 
-``--full`` uses the networks, dimensions and training samples of the paper, and takes days on a CPU.
+``--paper`` uses the networks, dimensions and training samples of the paper.
+It takes days on a CPU.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from data import add_data_flags
 from results import commit, machine, write
 
 FIGURES = {
@@ -41,7 +43,7 @@ FIGURES = {
     "marginal": {"objectives": "Wake-Sleep,MCEM,AEVB", "latent": [3], "hidden": 100},
 }
 # The settings of the paper, by figure and data.
-FULL = {
+PAPER = {
     ("bound", "mnist"): {"hidden": 500, "latent": [3, 5, 10, 20, 200], "samples": 100_000_000},
     ("bound", "frey"): {"hidden": 200, "latent": [2, 5, 10, 20], "samples": 100_000_000},
     ("marginal", "mnist"): {
@@ -182,7 +184,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--figure", choices=list(FIGURES), default="bound")
     add("--dataset", choices=["digits", "mnist", "frey"], default="digits")
-    add("--data-root", type=Path, metavar="DIR", help="the folder of MNIST/ and frey/")
+    add_data_flags(parser)
     add("--objectives", type=names, metavar="A,B", help=f"some of {', '.join(OBJECTIVES)}")
     add("--latent", type=positive, nargs="+", metavar="N", help="dimensions of the latent space")
     add("--hidden", type=positive, help="units of the hidden layers")
@@ -205,13 +207,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("aevb"), metavar="DIR")
     add("--redraw", action="store_true", help="plot the CSV of an earlier run")
-    add("--full", action="store_true", help="settings of the paper, on mnist or frey")
+    add("--paper", action="store_true", help="settings of the paper, on mnist or frey")
     add("--smoke", action="store_true", help="a trial run with few images and steps")
     args = parser.parse_args(argv)
-    if args.full:
-        if (setting := FULL.get((args.figure, args.dataset))) is None:
-            known = ", ".join(f"--figure {f} --dataset {d}" for f, d in FULL)
-            parser.error(f"--full has the settings of the paper only for {known}")
+    if args.paper:
+        if (setting := PAPER.get((args.figure, args.dataset))) is None:
+            known = ", ".join(f"--figure {f} --dataset {d}" for f, d in PAPER)
+            parser.error(f"--paper has the settings of the paper only for {known}")
         vars(args).update(setting)
     defaults = FIGURES[args.figure]
     args.objectives = args.objectives or names(str(defaults["objectives"]))
@@ -220,7 +222,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.smoke:
         args.samples, args.first, args.checkpoints, args.num_evaluated = 1000, 100, 2, 20
         args.num_train, args.warmup, args.draws, args.particles = [200], 3, 3, 50
-        if args.full:  # a step or two of the paper's networks
+        if args.paper:  # a step or two of the paper's networks
             args.samples, args.num_evaluated = 200, 3
         else:
             args.latent, args.hidden = [2], 20
@@ -239,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> list[Point]:
     if args.redraw:
         points = read(stem.with_suffix(".csv"))
     else:
-        points = run(args, load(args.dataset, args.data_root))
+        points = run(args, load(args.dataset, args.data_root, args.download))
     draw(points, stem.with_suffix(".png"))
     print(f"\n{stem}.csv and {stem}.png")
     return points

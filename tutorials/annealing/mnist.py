@@ -13,16 +13,16 @@ Run it on the digits of scikit-learn, on MNIST, or on color images::
     python tutorials/annealing/mnist.py --data-root data --epochs 4
     python tutorials/annealing/mnist.py --data-root data --pretrain 24 --seconds 30 --seeds 0,1,2
     python tutorials/annealing/mnist.py --data-root data --dense
-    python tutorials/annealing/mnist.py --data-root data --full
-    python tutorials/annealing/mnist.py --data-root cifar10.npz --full
+    python tutorials/annealing/mnist.py --data-root data --paper
+    python tutorials/annealing/mnist.py --data-root data --dataset cifar10 --paper
 
 The last two commands reproduce Tables 1 and 3 of Thin et al. (2021): convolutional networks, 64
 latents (128 for color images, whose pixels are normal with a deviation of 1), 100 epochs, five
 seeds, all test images. They take days on a CPU, and hours with ``--epochs 3 --seeds 0
 --test-images 1000``. ``--dense`` is Table 1 with one hidden layer of 400 units, and takes hours.
-The file has ``train_images`` and ``test_images``, bytes of shape [images, 3, size, size], such as
-``torchvision.datasets.CIFAR10(...).data.transpose(0, 3, 1, 2)``. With CelebA at 64x64 pixels it
-reproduces Table 2.
+``--dataset celeba`` is Table 2, with images of 64x64 pixels. ``--dataset`` may also name an
+``.npz`` file in the folder with ``train_images`` and ``test_images``, bytes of shape [images, 3,
+size, size].
 
 If a run was interrupted, the same command continues it from the last epoch. ``--compiled`` records
 each step once and compiles it. Times are CPU times of this process on one thread, so they are
@@ -69,6 +69,7 @@ from pyro_mcvae import (
 sys.path.append(str(Path(__file__).parents[1]))  # modules of the folder of all tutorials
 from annealing.images import Task, load
 from annealing.networks import convolutional
+from data import add_data_flags
 from results import commit, machine, same_settings, write
 
 
@@ -412,12 +413,8 @@ def positive(text: str) -> float:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--data-root",
-        type=Path,
-        metavar="DIR",
-        help="folder with MNIST, or to download it to, or an .npz of images; default: digits",
-    )
+    add_data_flags(parser, default=None)
+    add("--dataset", default="mnist", help="mnist, cifar10, celeba or an .npz file in --data-root")
     add("--objectives", type=names, metavar="A,B", help=f"some of {', '.join(OBJECTIVES)}")
     add("--epochs", type=positive, help="epochs of each objective; default: 20 without --seconds")
     add("--seconds", type=positive, help="CPU seconds of each objective, without evaluation")
@@ -430,19 +427,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, help="default: 100; 50 for color images")
     add("--learning-rate", type=positive, default=2e-3)
     add("--limit", type=int, metavar="N", help="train on the first N images; default: all")
-    add("--test-images", type=int, metavar="N", help="default: 1000; all with --full, --dense")
+    add("--test-images", type=int, metavar="N", help="default: 1000; all with --paper, --dense")
     add("--checkpoints", type=int, default=5, help="number of test NLLs during training")
     add("--out", type=Path, default=Path("mnist_annealing"), metavar="DIR")
     add("--compiled", action="store_true", help="record each step once, and compile it")
     add("--dense", action="store_true", help="settings of the paper, but one hidden layer of 400")
-    add("--full", action="store_true", help="networks, epochs and seeds of the paper")
+    add("--paper", action="store_true", help="networks, epochs and seeds of the paper")
     add("--smoke", action="store_true", help="a trial run with few images and steps")
     args = parser.parse_args(argv)
-    colour = args.data_root is not None and args.data_root.suffix == ".npz"
+    if args.data_root is not None and args.data_root.suffix == ".npz":
+        args.data_root, args.dataset = args.data_root.parent, args.data_root.name
+    colour = args.data_root is not None and args.dataset != "mnist"
     args.batch_size = args.batch_size or (50 if colour else 100)
-    if args.full or args.dense:
+    if args.paper or args.dense:
         if args.data_root is None:
-            flag = "--full" if args.full else "--dense"
+            flag = "--paper" if args.paper else "--dense"
             parser.error(f"{flag} needs --data-root, the folder of MNIST or a file of images")
         args.hidden, args.latent = 400 if args.dense else None, 128 if colour else 64
         args.epochs, args.learning_rate = args.epochs or 100.0, 1e-3
@@ -466,11 +465,11 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parse(argv)
     torch.set_num_threads(1)  # CPU times are comparable only with one thread.
     pyro.enable_validation(False)  # Validation takes a large part of a step of such small models.
-    same_settings(args, may_differ=("objectives", "seeds"))
+    same_settings(args, may_differ=("objectives", "seeds", "download"))
     args.commit = (
         commit()
     )  # Read the commit at the start, because files may change during a long run.
-    task = load(args.data_root, args.limit, args.test_images)
+    task = load(args.data_root, args.limit, args.test_images, args.dataset, args.download)
     results: list[Result] = []
     for seed in args.seeds:
         pyro.set_rng_seed(seed)

@@ -3,7 +3,9 @@
 All three have the logit eta, and f(z) = sum (z - p)^2 with p = [0.6, 0.51, 0.48] is minimized; the
 k most probable of the 8 configurations are summed, for k in {0, 1, 3, 8}::
 
-    python tutorials/rao_blackwell/bernoullis.py --out results
+    python tutorials/rao_blackwell/bernoullis.py --out results --paper
+
+``--paper`` is the scale of the paper, 20 runs of each loss curve.
 """
 
 from __future__ import annotations
@@ -69,11 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--paper", action="store_true", help="20 runs")
     parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
+    if args.paper:
+        args.repeats = 20
     pyro.set_rng_seed(args.seed)
     pyro.enable_validation(False)
     rows, results = [], Results(args.out / "bernoullis.csv", args.seed)
@@ -96,14 +101,16 @@ def main() -> None:
     header = ["", *(f"{b}, eta {e}" for b in ("REINFORCE", "REINFORCE+") for e in (0, -4))]
     print(write_table(args.out / "bernoullis.md", header, rows))
     curves = {}
-    for k in (0, 1, 3, 8):
-        runs = [
-            curve(-4.0, TraceRaoBlackwell_ELBO(k), args.steps, args.lr) for _ in range(args.repeats)
-        ]
-        curves[f"k = {k}"] = torch.tensor(runs).mean(0).tolist()
-        loss = curves[f"k = {k}"][-1]
-        print(f"k = {k}: loss after {args.steps} steps {loss:.4f}")
-        results.add(estimator="REINFORCE", k=k, eta=-4.0, steps=args.steps, loss=loss)
+    for base, name in ((None, "REINFORCE"), (IndependentDraw(), "REINFORCE+")):
+        for k in (0, 1, 3, 8):
+            elbos = [TraceRaoBlackwell_ELBO(k, baseline=base) for _ in range(args.repeats)]
+            runs = torch.tensor([curve(-4.0, elbo, args.steps, args.lr) for elbo in elbos])
+            curves[f"{name}, k = {k}"] = runs.mean(0).tolist()
+            loss, error = runs[:, -1].mean().item(), runs[:, -1].std().item() / len(runs) ** 0.5
+            print(f"{name}, k = {k}: loss after {args.steps} steps {loss:.4f} ± {error:.4f}")
+            results.add(
+                estimator=name, k=k, eta=-4.0, steps=args.steps, loss=loss, standard_error=error
+            )
     draw_curves(args.out / "bernoullis.png", curves, "step", "E f, from eta = -4")
 
 

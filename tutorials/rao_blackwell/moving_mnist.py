@@ -4,9 +4,10 @@ The position has 4,624 values, and the k = 5 most probable are summed. The appea
 is a reparameterized site that depends on the position::
 
     python tutorials/rao_blackwell/moving_mnist.py --data-root data
-    python tutorials/rao_blackwell/moving_mnist.py --data-root data --full
+    python tutorials/rao_blackwell/moving_mnist.py --data-root data --paper
 
-``--full`` is the scale of the paper, 50 epochs of 50,000 images. Other flags override it.
+``--paper`` is the scale of the paper, 50 epochs of 50,000 images. Its networks are
+larger, and not published in full. Other flags override it.
 ``--memory`` prints the peak memory of one step of one method in a new process.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Results, draw_curves, read_mnist, write_table
+from common import Results, add_data_flags, draw_curves, mnist, write_table
 from scipy.fft import next_fast_len
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -145,10 +146,10 @@ def at_most_probable(model: Generator, guide: Inference, x: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-root", default="data")
+    add_data_flags(parser)
     parser.add_argument("--epochs", type=int, help="default: 4")
     parser.add_argument("--images", type=int, help="default: 6,400")
-    parser.add_argument("--full", action="store_true", help="50 epochs of 50,000 images")
+    parser.add_argument("--paper", action="store_true", help="50 epochs of 50,000 images")
     parser.add_argument("--methods", nargs="*", default=list(METHODS)[:4], choices=list(METHODS))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--memory", action="store_true")
@@ -156,15 +157,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
-    args.epochs = args.epochs or (50 if args.full else 4)
-    args.images = args.images or (50_000 if args.full else 6400)
+    args.epochs = args.epochs or (50 if args.paper else 4)
+    args.images = args.images or (50_000 if args.paper else 6400)
     pyro.enable_validation(False)
     pyro.set_rng_seed(args.seed)
     if args.memory:  # reading images must not determine the peak before the step
         train = test = torch.rand(args.batch, SIZE, SIZE).round().to(args.device)
     else:
-        train = place(read_mnist(args.data_root, True)[0][: args.images]).to(args.device)
-        test = place(read_mnist(args.data_root, False)[0][:1000]).to(args.device)
+        train = place(mnist(args.data_root, True, args.download)[0][: args.images]).to(args.device)
+        test = place(mnist(args.data_root, False, args.download)[0][:1000]).to(args.device)
     rows, curves = [], {}
     results = None if args.memory else Results(args.out / "moving_mnist.csv", args.seed)
     for name in args.methods:

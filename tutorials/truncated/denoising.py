@@ -7,10 +7,11 @@ denoised image is the mean of the posterior means of all patches that cover a pi
 
     python tutorials/truncated/denoising.py --sigma 25 --epochs 15
     python tutorials/truncated/denoising.py --image house.png --mutation uniform --linear
-    python tutorials/truncated/denoising.py --image house.png --full
+    python tutorials/truncated/denoising.py --image house.png --paper
 
-``--full`` is the search of the paper: 200 states per patch, 10 parents with 9 children in each of 4
-generations, 500 epochs with minibatches of 32. It takes days on a CPU.
+``--paper`` is the search of the paper for 8x8 patches: 200 states per patch, uniform flips, 10
+parents with 9 children in each of 4 generations of Algorithm 1, closed-form pi and sigma, 500
+epochs with minibatches of 32. It takes days on a CPU.
 """
 
 import argparse
@@ -27,8 +28,10 @@ from torch.nn.functional import fold, unfold
 from tqdm import tqdm
 
 from pyro_mcvae import (
+    BernoulliPrior,
     CompiledELBO,
     EvolutionaryUpdate,
+    GaussianNoise,
     InformedFlips,
     TraceTruncated_ELBO,
     TruncatedPosterior,
@@ -71,6 +74,7 @@ class Patches(nn.Module):
         num_latents: int,
         hidden: int,
         start: float | None = None,
+        closed_form: bool = False,
     ) -> None:
         super().__init__()
         size = patches.shape[1]
@@ -84,8 +88,14 @@ class Patches(nn.Module):
                 nn.init.zeros_(layer.bias)
         # The network decodes standardized pixels, so that one learning rate works for all images.
         self.center, self.spread = patches[known].mean(), patches[known].std()
-        self.logits = nn.Parameter(torch.full((num_latents,), 1.0 / num_latents).logit())
-        self.log_sigma = nn.Parameter(torch.tensor(start or self.spread.item()).log())
+        pi, sigma = torch.full((num_latents,), 1.0 / num_latents), start or self.spread.item()
+        self.closed_form = closed_form
+        if closed_form:  # buffers, so that no optimizer trains them
+            self.register_buffer("pi", pi)
+            self.register_buffer("sigma", torch.tensor(sigma))
+        else:
+            self.logits = nn.Parameter(pi.logit())
+            self.log_sigma = nn.Parameter(torch.tensor(sigma).log())
         self.patches, self.known = patches, known
 
     def decode(self, z: Tensor) -> Tensor:
@@ -93,9 +103,13 @@ class Patches(nn.Module):
         return self.center + self.spread * self.decoder(z)
 
     def forward(self, index: Tensor) -> None:
+        if self.closed_form:
+            prior, sigma = dist.Bernoulli(self.pi), self.sigma
+        else:
+            prior, sigma = dist.Bernoulli(logits=self.logits), self.log_sigma.exp()
         with pyro.plate("patches", len(self.patches), subsample=index):
-            z = pyro.sample("z", dist.Bernoulli(logits=self.logits).to_event(1))
-            pixels = dist.Normal(self.decode(z), self.log_sigma.exp())
+            z = pyro.sample("z", prior.to_event(1))
+            pixels = dist.Normal(self.decode(z), sigma)
             known = self.known[index]
             pyro.sample("x", pixels.mask(known).to_event(1), obs=self.patches[index])
 
@@ -140,6 +154,12 @@ def main(argv: list[str] | None = None) -> float:
     add("--states", type=int, default=32)
     add("--gradient-states", type=int, help="number of states in the gradient, minus one")
     add("--search", type=int, nargs=3, default=[5, 4, 1], metavar=("P", "C", "G"))
+    add(
+        "--not-elitist",
+        dest="elitist",
+        action="store_false",
+        help="generations of Algorithm 1: parents are the children of the generation before",
+    )
     add("--mutation", choices=MUTATIONS, default="informed")
     add(
         "--hidden",
@@ -147,6 +167,7 @@ def main(argv: list[str] | None = None) -> float:
         help="units of the hidden layer of the decoder; default: as many as pixels",
     )
     add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
+    add("--closed-form", action="store_true", help="update pi and sigma after each epoch")
     add("--start-sigma", type=float, help="initial noise of the model; default: that of all pixels")
     add("--epochs", type=int, default=15)
     add("--every", type=int, default=5, help="epochs between lines of the output")
@@ -165,12 +186,13 @@ def main(argv: list[str] | None = None) -> float:
         help="continue from the checkpoint in --out; --epochs may change",
     )
     add("--seed", type=int, default=0)
-    add("--full", action="store_true", help="search of the paper, for 500 epochs")
+    add("--paper", action="store_true", help="search of the paper, for 500 epochs")
     add("--smoke", action="store_true", help="a trial run of two epochs on a small crop")
     add("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)
-    if args.full:
+    if args.paper:
         args.states, args.search, args.epochs, args.batch_size = 200, [10, 9, 4], 500, 32
+        args.mutation, args.elitist, args.closed_form = "uniform", False, True
     if args.smoke:
         args.epochs, args.crop = 2, args.side + 5
 
@@ -184,8 +206,9 @@ def main(argv: list[str] | None = None) -> float:
         unfold(image[None, None].float(), args.side)[0].t().contiguous() for image in (noisy, known)
     )
     hidden = 0 if args.linear else args.hidden or args.side**2
-    model = Patches(patches, there.bool(), args.latents, hidden, args.start_sigma)
-    evolution = EvolutionaryUpdate(*args.search, mutation=MUTATIONS[args.mutation]())
+    model = Patches(patches, there.bool(), args.latents, hidden, args.start_sigma, args.closed_form)
+    mutation = MUTATIONS[args.mutation]()
+    evolution = EvolutionaryUpdate(*args.search, mutation=mutation, elitist=args.elitist)
     guide = TruncatedPosterior(model, args.states, evolution=evolution)
     objective = TraceTruncated_ELBO(args.gradient_states, max_plate_nesting=1)
     elbo = (CompiledELBO(objective) if args.compiled else objective)(model, guide)
@@ -194,6 +217,9 @@ def main(argv: list[str] | None = None) -> float:
     # The observed image. A missing pixel has the mean gray value.
     seen = torch.where(known, noisy, noisy[known].mean())
     print(f"seen: {psnr(seen, truth):.2f} dB, {len(patches)} patches", flush=True)
+    updates = []
+    if args.closed_form:
+        updates = [BernoulliPrior("z", model.pi), GaussianNoise("x", model.sigma)]
     parts = {"model": model, "guide": guide, "optimizer": optimizer}
     checkpoint, first, seconds, result = args.out / "denoising.pt", 1, 0.0, 0.0
     if args.resume:
@@ -218,6 +244,12 @@ def main(argv: list[str] | None = None) -> float:
             optimizer.step()
             schedule.step()
             total += loss.detach() * len(index) / len(patches)
+        for index in torch.arange(len(patches)).split(1000) if updates else ():
+            posterior = guide.posterior(index)
+            for update in updates:
+                update.add(posterior)
+        for update in updates:
+            update.update()
         seconds += time.process_time() - start
         if epoch % args.every == 0 or epoch == args.epochs:
             clean = merge(restore(model, guide), shape, args.side, args.window)

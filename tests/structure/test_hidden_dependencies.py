@@ -22,18 +22,17 @@ from pyro_mcvae import (
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.vmap import Mode
-from pyro_mcvae.structure.interventions import separating_subsets
+from pyro_mcvae.structure.marked import codes
 from tests.params import in_turn
 from tests.structure.pairs import coupled_pair
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 16, 100, 257])
-def test_the_subsets_separate_every_ordered_pair(size):
-    subsets = torch.stack([*separating_subsets(size)])
-    first, second = subsets.unsqueeze(2), ~subsets.unsqueeze(1)
-    alone = (first & second).any(0)
-    assert bool((alone | torch.eye(size, dtype=torch.bool)).all())
-    assert len(subsets) <= math.log2(size) + 4
+def test_no_code_of_an_element_contains_another(size):
+    count, code = codes(size)
+    missing = code.unsqueeze(1) & ~code.unsqueeze(0)
+    assert bool(((missing != 0) | torch.eye(size, dtype=torch.bool)).all())
+    assert count <= math.log2(size) + 4
 
 
 def plates(model, guide, *args):

@@ -1,4 +1,4 @@
-"""The papers' full-scale settings take a step: their networks and flags, on a handful of images."""
+"""The papers' settings (``--paper``) take a step: networks and flags, on a handful of images."""
 
 import csv
 import gzip
@@ -22,6 +22,8 @@ from pyro.optim import Adam
 from pyro_mcvae import TraceSGVB_ELBO, save_checkpoint
 from tutorials.annealing import mnist
 from tutorials.annealing.networks import convolutional
+from tutorials.data import color, frey
+from tutorials.data import mnist as mnist_images
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +64,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_monte_carlo_vae(data: Path, tmp_path: Path, as_a_command: None) -> None:
-    argv = ["--full", "--data-root", str(data), "--out", str(tmp_path)]
+    argv = ["--paper", "--data-root", str(data), "--out", str(tmp_path)]
     args = mnist.parse(argv)
     assert (args.latent, args.epochs, len(args.seeds), args.test_images) == (64, 100, 5, 10_000)
     assert args.objectives == mnist.PAPER.split(",")
@@ -80,7 +82,7 @@ def test_monte_carlo_vae_in_colour(size: int, tmp_path: Path, as_a_command: None
     images = torch.randint(256, (53, 3, size, size), dtype=torch.uint8).numpy()
     path = tmp_path / "noise.npz"
     np.savez(path, train_images=images[:50], test_images=images[50:])
-    argv = ["--full", "--data-root", str(path), "--out", str(tmp_path)]
+    argv = ["--paper", "--data-root", str(path), "--out", str(tmp_path)]
     args = mnist.parse(argv)
     assert (args.latent, args.batch_size, args.epochs, len(args.seeds)) == (128, 50, 100, 5)
     threads = torch.get_num_threads()
@@ -112,7 +114,7 @@ def test_all_of_the_papers_networks_are_trained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_aevb(data: Path, tmp_path: Path) -> None:
-    flags = ["--full", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
+    flags = ["--paper", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
     run("aevb/figures.py", *flags, "--out", str(tmp_path), "--objectives", "AEVB")
     result = rows(tmp_path / "bound_mnist.csv")
     assert list(dict.fromkeys(row["latent"] for row in result)) == ["3", "5", "10", "20", "200"]
@@ -121,11 +123,13 @@ def test_aevb(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
-    flags = ["--full", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
+    flags = ["--paper", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
     run("rao_blackwell/semi_supervised.py", *flags)
     result = rows(tmp_path / "semi_supervised.csv")
     assert {row["epoch"] for row in result} == {"1"}
     assert len({row["method"] for row in result}) == 8
+    tuning = rows(tmp_path / "tuning.csv")
+    assert {row["learning_rate"] for row in tuning} == {"0.001", "0.0003", "0.0001"}
     assert all(row["commit"] and row["machine"] for row in result)
 
 
@@ -166,7 +170,9 @@ def test_the_papers_scale_is_the_default(
     """So that a few steps are all that is left to try: every estimator has its rows."""
     argv = [f"{name}.py", *flags, "--steps", "2", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
+    threads = torch.get_num_threads()
     rao_blackwell(name)["main"]()
+    torch.set_num_threads(threads)
     result = rows(tmp_path / f"{name}.csv")
     assert len({tuple(row[c] for c in columns) for row in result if row[columns[-1]]}) == count
     assert all(row["seed"] == "0" and row["commit"] and row["machine"] for row in result)
@@ -254,17 +260,60 @@ def test_estimators_of_similar_names_are_trained_each(
 
 @pytest.mark.slow
 def test_moving_mnist(data: Path, tmp_path: Path) -> None:
-    flags = ["--full", "--data-root", str(data), "--batch", "200", "--epochs", "1"]
+    flags = ["--paper", "--data-root", str(data), "--batch", "200", "--epochs", "1"]
     run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
     (row,) = rows(tmp_path / "moving_mnist.csv")
     assert (row["method"], row["epoch"]) == ("NVIL", "1")
+
+
+@pytest.mark.slow
+def test_figure_2_of_thin(data: Path, tmp_path: Path) -> None:
+    flags = ["--data-root", str(data), "--out", str(tmp_path), "--draws", "2", "--reverse", "1"]
+    run("annealing/ppca_gradients.py", *flags, "--fit", "1", "--search", "1", "--images", "3")
+    result = rows(tmp_path / "ppca_gradients.csv")
+    assert [row["estimator"] for row in result] == [
+        *("L-5", "L-5, learned reversal", "L-5, learned correction", "L-10"),
+        *("A-5", "A-5, CV", "A-10", "A-10, CV"),
+    ]
+    assert (tmp_path / "ppca_gradients.png").exists()
+
+
+@pytest.mark.slow
+def test_manifolds(data: Path, tmp_path: Path) -> None:
+    flags = ["--paper", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
+    run("aevb/manifold.py", *flags, "--out", str(tmp_path))
+    assert [row["latent"] for row in rows(tmp_path / "manifold_mnist.csv")] == [
+        "2",
+        "5",
+        "10",
+        "20",
+    ]
+    assert (tmp_path / "manifold_mnist.png").exists()
+    assert (tmp_path / "samples_mnist.png").exists()
+
+
+@pytest.mark.slow
+def test_bars(tmp_path: Path) -> None:
+    path = tmp_path / "bars.png"
+    run("truncated/bars.py", "--paper", "--seeds", "1", "--epochs", "1", "--output", str(path))
+    (row,) = rows(path.with_suffix(".csv"))
+    assert row["energy_9"]  # ten starts
+
+
+def test_missing_data_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"MNIST is not at .*train-images.*: pass --data-root"):
+        mnist_images(tmp_path, True)
+    with pytest.raises(SystemExit, match="Frey faces are not at"):
+        frey(tmp_path)
+    with pytest.raises(SystemExit, match="CIFAR10 is not at"):
+        color("cifar10", tmp_path)
 
 
 def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
     path = tmp_path / "image.png"
     imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
     main = runpy.run_path(str(ROOT / "tutorials" / "truncated" / "denoising.py"))["main"]
-    main(["--full", "--smoke", "--image", str(path), "--out", str(tmp_path)])
+    main(["--paper", "--smoke", "--image", str(path), "--out", str(tmp_path)])
     result = rows(tmp_path / "denoising.csv")
     assert [row["epoch"] for row in result] == ["0", "2"]
     assert (tmp_path / "denoising.png").exists()

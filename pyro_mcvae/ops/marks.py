@@ -1,0 +1,1086 @@
+"""
+Marks: which entries of a value depend on which entries of marked tensors, in one run.
+
+Every storage that depends on a marked tensor has a shadow: a set of bits for each of its entries.
+Operators run on the true values, and pass the bits on below autograd, so views, writes in place,
+custom functions and inner gradients need no rules of their own. An operator is handled by the first
+rule that fits:
+
+1. pointwise operators: the union of the inputs' bits, whatever the values are;
+2. operators that move entries: the same operator on the bits;
+3. reductions, products, scans, normalizations: the union along their dims;
+4. a few operators on floating-point numbers: NaN in the entries of one bit at a time, on copies;
+5. all others: every entry of the result has all bits of the inputs.
+
+What Python reads (``item``, ``if``, a shape that depends on values) decides about everything that
+follows. Its bits are in :attr:`Marks.control` from then on. The marks may have too many bits, but
+never too few, unless a program uses the memory of a tensor behind PyTorch's back.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Bits in each 64-bit word of a mask; the sign bit is not used.
+WORD = 62
+
+# Masks of bits: int64, shape [words, *shape of the tensor].
+
+
+def union(mask: Tensor, dims: Iterable[int]) -> Tensor:
+    """Return the union of bits along dims, which keep size 1."""
+    for dim in dims:
+        if mask.shape[dim] == 0:
+            shape = list(mask.shape)
+            shape[dim] = 1
+            mask = mask.new_zeros(shape)
+        while (size := mask.shape[dim]) > 1:
+            half = (size + 1) // 2
+            mask = mask.narrow(dim, 0, half) | mask.narrow(dim, size - half, half)
+    return mask
+
+
+def _all_dims(mask: Tensor) -> range:
+    return range(1, mask.dim())
+
+
+def _inner(dim: int, ndim: int) -> int:
+    """Return the dim of a mask for a dim of its tensor, which has ``ndim`` dims."""
+    return dim % max(ndim, 1) + 1
+
+
+def bits_of(mask: Tensor | None) -> int:
+    """Return the union of all bits of a mask, as an int."""
+    if mask is None or mask.numel() == 0:
+        return 0
+    words = union(mask.flatten(1), [1]).flatten().tolist() if mask.dim() > 1 else mask.tolist()
+    return sum(word << (WORD * i) for i, word in enumerate(words))
+
+
+def mask_of_bits(bits: int, words: int, like: Tensor) -> Tensor:
+    """Return an int as a mask of one entry: shape ``[words, 1, ...]``, for ``like``'s dims."""
+    parts = [(bits >> (WORD * i)) & ((1 << WORD) - 1) for i in range(words)]
+    mask = torch.tensor(parts, dtype=torch.int64, device=like.device)
+    return mask.reshape(words, *[1] * like.dim())
+
+
+def _broadcast(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
+    """Return the union of masks that broadcast to a shape; None without masks."""
+    total: Tensor | None = None
+    for mask in masks:
+        missing = len(shape) - (mask.dim() - 1)
+        wide = mask.reshape(mask.shape[0], *[1] * missing, *mask.shape[1:])
+        total = wide if total is None else total | wide
+    return None if total is None else total.expand(total.shape[0], *shape)
+
+
+class _Shadow:
+    """The bits of the entries of one storage, ``[words, entries]`` of ``itemsize`` bytes each."""
+
+    def __init__(self, storage: torch.UntypedStorage, itemsize: int, words: int) -> None:
+        count = -(-storage.nbytes() // itemsize)
+        self.itemsize = itemsize
+        self.mask = torch.zeros(words, count, dtype=torch.int64, device=storage.device)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return the mask of a tensor of this storage; writes to it are kept."""
+        size = tensor.element_size()
+        if size < self.itemsize:  # a view with another dtype: finer entries
+            self.mask = self.mask.repeat_interleave(self.itemsize // size, 1)
+            self.itemsize = size
+        elif size > self.itemsize:
+            parts = size // self.itemsize
+            self.mask = union(self.mask.unflatten(1, (-1, parts)), [2]).squeeze(2)
+            self.itemsize = size
+        strides, offset = tensor.stride(), tensor.storage_offset()
+        needed = 1 + offset + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
+        if needed > self.mask.shape[1]:  # the storage was resized
+            missing = int(needed) - self.mask.shape[1]
+            self.mask = torch.nn.functional.pad(self.mask, (0, missing))
+        shape = (self.mask.shape[0], *tensor.shape)
+        return self.mask.as_strided(shape, (self.mask.stride(0), *strides), offset)
+
+
+class Draw(NamedTuple):
+    """
+    Random numbers drawn outside sample sites.
+
+    :ivar value: the numbers; for dropout, which units it keeps.
+    :ivar bit: the bit of the numbers.
+    :ivar line: the line of the program.
+    """
+
+    value: Tensor
+    bit: int
+    line: str
+
+
+class Read(NamedTuple):
+    """
+    A value that Python reads.
+
+    :ivar bits: the bits that it depends on.
+    :ivar line: the line of the program.
+    :ivar is_branch: whether it is True or False.
+    """
+
+    bits: int
+    line: str
+    is_branch: bool
+
+
+class Marks(TorchDispatchMode):
+    """
+    Passes marks through every operator that runs inside.
+
+    :param line: returns the line of the program that is running, or None if the program only
+        checks a value there, so that a read decides nothing.
+    :param replayed: draws outside sample sites of a single run, whose numbers the last particle of
+        this run uses.
+    :param other_branch: called with the bits of a condition that Python reads: whether it reads the
+        opposite.
+    :ivar words: the number of 64-bit words of a mask.
+    :ivar control: the bits of all values that Python has read.
+    :ivar reads: these values.
+    :ivar draws: random numbers drawn while :attr:`at_site` is False.
+    :ivar batches: the lines that normalize marked values by the statistics of their batch.
+    :ivar batch_bit: the bit of the normalized values.
+    :ivar channels: for each batch normalization, the shape of its input from the channels' dim on,
+        and the bit of its result.
+    :ivar unknown: names of operators without a rule that received marks.
+    """
+
+    def __init__(
+        self,
+        line: Callable[[], str | None],
+        replayed: Sequence[Draw] = (),
+        other_branch: Callable[[int], bool] = lambda bits: False,
+    ) -> None:
+        super().__init__()
+        self.line, self._replayed, self._other_branch = line, replayed, other_branch
+        self._shadows: dict[int, tuple[Any, _Shadow]] = {}
+        self.words, self._next = 1, 0
+        self._outside = _Outside(self)
+        self.control = 0
+        self.reads: list[Read] = []
+        self.draws: list[Draw] = []
+        self.unknown: set[str] = set()
+        self.batches: list[str] = []
+        self.batch_bit = self.new_bits()
+        self.channels: list[tuple[tuple[int, ...], int]] = []
+        self.at_site = False
+        self.checking = False
+
+    def __enter__(self) -> Marks:
+        self._outside.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._outside.__exit__(*error)
+
+    @staticmethod
+    def paused() -> ExitStack:
+        """Return a context in which operators of the package itself run without marks."""
+        stack = ExitStack()
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        return stack
+
+    # Bits, and the marks of tensors.
+
+    def new_bits(self, count: int = 1) -> int:
+        """Reserve bits, and return the first one as an int; the others follow it."""
+        first, self._next = 1 << self._next, self._next + count
+        words = -(-self._next // WORD)
+        if words > self.words:
+            for _, shadow in self._shadows.values():
+                grown = shadow.mask.new_zeros(words - self.words, shadow.mask.shape[1])
+                shadow.mask = torch.cat([shadow.mask, grown])
+            self.words = words
+        return first
+
+    def mask(self, tensor: Tensor) -> Tensor | None:
+        """Return the mask of a tensor, ``[words, *shape]``; None if it has no marks."""
+        key = _storage_key(tensor)
+        found = None if key is None else self._shadows.get(key)
+        return None if found is None else found[1].view(tensor)
+
+    def bits(self, *values: object) -> int:
+        """Return the union of the bits of all tensors in a structure, as an int."""
+        total = 0
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                total |= bits_of(self.mask(tensor))
+        return total
+
+    def write(self, tensor: Tensor, mask: Tensor | int) -> None:
+        """Set the mask of a tensor: of its shape, or one that broadcasts to it."""
+        key = _storage_key(tensor)
+        if isinstance(mask, int):
+            mask = mask_of_bits(mask, self.words, tensor)
+        if key is None:  # sparse tensors have no entries to mark
+            self.control |= bits_of(mask)
+            return
+        if key not in self._shadows:
+            storage = tensor.untyped_storage()
+            dead = weakref.ref(storage, lambda _: self._shadows.pop(key, None))
+            self._shadows[key] = dead, _Shadow(storage, tensor.element_size(), self.words)
+        view = self._shadows[key][1].view(tensor)
+        repeated = [d + 1 for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1]
+        if repeated:  # an expanded tensor has one entry for many
+            mask = union(mask.expand_as(view), repeated)
+            for dim in repeated:
+                view = view.narrow(dim, 0, 1)
+        view.copy_(mask)
+
+    def clear(self, value: object) -> None:
+        """Remove the marks of new tensors."""
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor) and self.mask(tensor) is not None:
+                self.write(tensor, 0)
+
+    def read(self, bits: int, is_branch: bool = False) -> bool:
+        """Record that Python reads a value with these bits, and return whether it decides."""
+        line = None if self.checking or not bits else self.line()
+        if line is None:
+            return False
+        self.control |= bits
+        self.reads.append(Read(bits, line, is_branch))
+        return True
+
+    # Operators.
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        masks = {}
+        for tensor in tensors:
+            if (mask := self.mask(tensor)) is not None:
+                masks[id(tensor)] = mask.clone() if func._schema.is_mutable else mask
+        # A generator that a program makes gives the same numbers to each run; see the comparison.
+        is_draw = (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and not self.at_site
+            and kwargs.get("generator") is None
+            and not any(isinstance(a, torch.Generator) for a in args)
+        )
+        if not (masks or is_draw) or _is_view(func):
+            return func(*args, **kwargs)  # views share the shadow of their storage
+        call = _Call(self, func, args, kwargs, tensors, masks)
+        if masks and call.is_read:
+            bits = self.bits(*call.read_values)
+            if self.read(bits, call.is_branch) and call.is_branch and self._other_branch(bits):
+                return not func(*args, **kwargs)
+        inputs = call.kept_inputs()
+        result = func(*args, **kwargs)
+        results = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
+        draw = self._record(call, result) if is_draw else 0
+        if masks or draw:
+            call.inputs = inputs
+            for tensor, mask in zip(results, call.masks_of(results), strict=True):
+                if mask is None and not draw:
+                    if call.is_written(tensor):
+                        self.write(tensor, 0)
+                    continue
+                if call.is_view(tensor):
+                    continue
+                extra = mask_of_bits(draw, self.words, tensor)
+                self.write(tensor, extra if mask is None else mask | extra)
+        return result
+
+    def _record(self, call: _Call, result: Any) -> int:
+        """Record a draw outside sample sites, repeat a recorded one, and return its bit."""
+        name = call.name
+        drawn: Tensor = result[1] if name == "native_dropout" else tree_leaves(result)[0]
+        if len(self.draws) < len(self._replayed):
+            before = self._replayed[len(self.draws)].value
+            if before.numel() and drawn.numel() % before.numel() == 0:
+                drawn.reshape(-1, *before.shape)[-1].copy_(before)  # new tensors are contiguous
+                if name == "native_dropout" and call.args[1] < 1:
+                    result[0].copy_(call.args[0] * drawn / (1 - call.args[1]))
+        bit = self.new_bits()
+        line = self.line() or ""
+        self.draws.append(Draw(drawn.detach().clone(), bit, line))
+        return bit
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operator only returns a view, or changes the shape of a tensor in place."""
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return torch.Tag.inplace_view in func.tags or (
+        bool(aliases) and not any(a.is_write for a in aliases)
+    )
+
+
+def _storage_key(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+# Functions by which values leave PyTorch's operators, and functions that only check values.
+
+_COPIES = frozenset({torch.tensor, Tensor.new_tensor})
+_INDEXED = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_LEAVES = frozenset(
+    {
+        torch.Tensor.__array__,
+        torch.Tensor.__contains__,
+        torch.Tensor.__format__,
+        torch.Tensor.data_ptr,
+        torch.Tensor.numpy,
+        torch.Tensor.tolist,
+        torch.Tensor.__dlpack__,
+    }
+)
+_DISPLAY: Any = Tensor.__repr__
+_CHECKED = frozenset({_DISPLAY, functional.one_hot})
+_FINITE = frozenset(getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan"))
+
+
+def _positions(index: object) -> list[Tensor]:
+    """Return the integers without dims in an index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return [p for p in parts if isinstance(p, Tensor) and not p.dim() and p.dtype != torch.bool]
+
+
+class _Outside(TorchFunctionMode):
+    """Intercepts functions that do not reach the dispatcher, or that only check values."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in _LEAVES:
+            self._marks.read(self._marks.bits(args, kwargs))
+        elif func in _COPIES:
+            # The first argument of new_tensor only gives a dtype and a device.
+            self._marks.read(self._marks.bits(args[func is Tensor.new_tensor :], kwargs))
+        elif func in _CHECKED and (func is _DISPLAY or len(args) + len(kwargs) > 1):
+            with self._only_checked():
+                return func(*args, **kwargs)
+        elif func in _INDEXED and (bits := self._marks.bits(_positions(args[1]))):
+            return self._index(func, args, bits)
+        result = func(*args, **kwargs)
+        if func in _FINITE:
+            # A batch is finite if all entries are, and a program stops otherwise.
+            self._marks.clear(result)
+        return result
+
+    def _index(self, func: Callable[..., Any], args: tuple[Any, ...], bits: int) -> object:
+        """Index by integers without dims, which PyTorch reads as numbers."""
+        with self._only_checked():
+            result = func(*args)
+            chosen = args[0] if func is Tensor.__setitem__ else result.clone()
+        bits |= self._marks.bits(args)
+        self._marks.write(chosen, bits)
+        return None if func is Tensor.__setitem__ else chosen
+
+    @contextmanager
+    def _only_checked(self) -> Iterator[None]:
+        before, self._marks.checking = self._marks.checking, True
+        try:
+            yield
+        finally:
+            self._marks.checking = before
+
+
+# The rules of the operators.
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Results depend on the shape, dtype or device of their inputs only.
+_OPTIONS = _names(
+    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros "
+    "new_ones "
+    "new_full new_empty new_empty_strided zero uniform exponential cauchy log_normal geometric "
+    "random sym_size sym_stride sym_numel sym_storage_offset"
+)
+_POINTWISE = _names(
+    "where _to_copy floor_divide fill clone copy hardswish log_sigmoid_forward prelu _prelu_kernel "
+    "rrelu_with_noise polar complex native_dropout bernoulli normal poisson binomial "
+    "_standard_gamma _standard_gamma_grad real imag view_as_real view_as_complex elu_backward "
+    "hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
+    "log_sigmoid_backward mish_backward softplus_backward rrelu_with_noise_backward "
+    "_prelu_kernel_backward huber_loss_backward mse_loss_backward smooth_l1_loss_backward "
+    "binary_cross_entropy_backward lift_fresh detach alias _conj _neg_view lift"
+)
+# The inputs whose entries move, by position; others give positions.
+_MOVED = {
+    **dict.fromkeys(("cat", "stack", "hstack", "vstack", "_cat"), (0,)),
+    **dict.fromkeys(("slice_scatter", "select_scatter", "diagonal_scatter"), (0, 1)),
+    **dict.fromkeys(("as_strided_scatter",), (0, 1)),
+    **dict.fromkeys(
+        _names(
+            "as_strided diag_embed diagonal_copy expand_copy flip permute_copy pixel_shuffle "
+            "pixel_unshuffle repeat roll rot90 split_copy split_with_sizes_copy t_copy "
+            "transpose_copy tril triu unfold_copy unsafe_chunk unsafe_split "
+            "unsafe_split_with_sizes view_copy _unsafe_view _reshape_alias channel_shuffle "
+            "native_channel_shuffle slice_backward select_backward diagonal_backward "
+            "unfold_backward constant_pad_nd index_fill trace_copy squeeze_copy unsqueeze_copy "
+            "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
+            "replication_pad2d replication_pad3d"
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("gather", "index_select", "index", "_unsafe_index", "take"), (0,)),
+}
+_REDUCTIONS = _names(
+    "all amax amin aminmax any argmax argmin count_nonzero kthvalue linalg_vector_norm logsumexp "
+    "max mean median min mode nanmedian nansum norm nuclear_norm prod std std_mean sum var "
+    "var_mean trace hash_tensor dist"
+)
+_ALONG_DIMS = _names(
+    "softmax _softmax log_softmax _log_softmax _safe_softmax sort topk argsort msort renorm cross "
+    "linalg_cross _softmax_backward_data _log_softmax_backward_data _fft_r2c _fft_c2r _fft_c2c "
+    "_sample_dirichlet multinomial glu _weight_norm_interface"
+)
+_SCANS = _names("cumsum cumprod logcumsumexp cummax cummin")
+_PRODUCTS = _names("mm bmm addmm baddbmm mv addmv dot vdot linear _cdist_forward addbmm")
+_PER_ITEM = ("conv", "max_pool", "avg_pool", "upsample", "grid_sampler", "native_group_norm")
+_PER_ITEM_NAMES = _names(
+    "im2col _convolution mkldnn_convolution cudnn_convolution thnn_conv2d slow_conv3d "
+    "_thnn_fused_lstm_cell _thnn_fused_gru_cell _upsample_bilinear2d_aa _adaptive_avg_pool2d "
+    "_adaptive_avg_pool3d fractional_max_pool2d"
+)
+_BATCH_NORMS = _names(
+    "native_batch_norm _native_batch_norm_legit cudnn_batch_norm batch_norm_with_update "
+    "_batch_norm_with_update miopen_batch_norm _native_batch_norm_legit_functional"
+)
+_FIXED_STATISTICS = _names("_native_batch_norm_legit_no_training _batch_norm_no_update")
+_BATCH_NORMS |= _FIXED_STATISTICS
+_MATRICES = ("linalg_", "_linalg_", "cholesky", "lu_", "logdet", "slogdet", "_cholesky")
+_MATRIX_NAMES = _names(
+    "inverse matrix_exp triangular_solve det qr geqrf ormqr lstsq svd _lu_with_info pinverse "
+    "_det_lu_based_helper matrix_power"
+)
+_BY_NAN = _names(
+    "_cudnn_rnn miopen_rnn _trilinear scatter_add index_add _pdist_forward "
+    "scatter_reduce index_reduce embedding_dense_backward _segment_reduce segment_reduce "
+    "convolution_backward addr"
+)
+_LOSSES = _names(
+    "binary_cross_entropy binary_cross_entropy_with_logits mse_loss huber_loss smooth_l1_loss "
+    "soft_margin_loss"
+)
+_ATTENTION = "_scaled_dot_product"
+_READS = _names("_local_scalar_dense equal is_nonzero item")
+
+
+@cache
+def _is_pointwise(packet: Any) -> bool:
+    """Return whether an operator is pointwise; not all of its overloads are tagged."""
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+class _Call:
+    """
+    One operator with its arguments, and the marks of its results.
+
+    :param masks: the masks of the marked inputs, by the tensors' ids.
+    """
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __init__(
+        self,
+        marks: Marks,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        masks: dict[int, Tensor],
+    ) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self._marks, self._tensors, self._masks = marks, tensors, masks
+        name = func._schema.name.split("::")[-1]
+        mutable = func._schema.is_mutable
+        self.name = name[:-1] if mutable and name.endswith("_") else name
+        self._words = next((m.shape[0] for m in masks.values()), 1)
+
+    # Which arguments there are.
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Return the arguments by name."""
+        names = [a.name for a in self.func._schema.arguments]
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
+
+    def is_marked(self, value: object) -> bool:
+        return isinstance(value, Tensor) and bool(
+            id(value) in self._masks and self._masks[id(value)].any()
+        )
+
+    def _mask(self, value: Tensor) -> Tensor:
+        """Return the mask of an input, with zeros for an unmarked one."""
+        found = self._masks.get(id(value))
+        return self._zeros(value) if found is None else found
+
+    def _zeros(self, value: Tensor) -> Tensor:
+        shape = (self._words, *value.shape)
+        return torch.zeros(shape, dtype=torch.int64, device=value.device)
+
+    def _one(self, value: object) -> Tensor:
+        """Return the union of all bits of a value: shape ``[words]``."""
+        total = None
+        for tensor in tree_leaves(value):
+            mask = self._masks.get(id(tensor)) if isinstance(tensor, Tensor) else None
+            if mask is not None:
+                one = union(mask.flatten(1), [1]).squeeze(1) if mask.dim() > 1 else mask
+                total = one if total is None else total | one.to(total.device)
+        return torch.zeros(self._words, dtype=torch.int64) if total is None else total
+
+    def _everything(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        one = self._one(self._tensors)
+        return [one.to(r.device).reshape(-1, *[1] * r.dim()).expand(-1, *r.shape) for r in results]
+
+    @property
+    def _bool_index(self) -> list[Tensor]:
+        indices = self.named.get("indices") or []
+        if not isinstance(indices, list | tuple):
+            indices = [indices]
+        return [
+            i for i in indices if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
+        ]
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether Python reads values, or a shape depends on values."""
+        tags = self.func.tags
+        if self.name in ("index", "_unsafe_index"):
+            return bool(self._bool_index)
+        return self.name in _READS or bool(
+            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(tags)
+        )
+
+    @property
+    def is_branch(self) -> bool:
+        """Return whether Python reads True or False."""
+        return self.name == "_local_scalar_dense" and self.args[0].dtype is torch.bool
+
+    @property
+    def read_values(self) -> list[Tensor]:
+        return self._bool_index if self.name in ("index", "_unsafe_index") else self._tensors
+
+    def is_written(self, result: Tensor) -> bool:
+        return self.func._schema.is_mutable and any(result is t for t in self._tensors)
+
+    def is_view(self, result: Tensor) -> bool:
+        """Return whether a result shares the storage of an input that was not written."""
+        if self.is_written(result):
+            return False
+        key = _storage_key(result)
+        return any(_storage_key(t) == key for t in self._tensors)
+
+    def kept_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return copies of the arguments before they are overwritten, if a rule needs them."""
+        if self.name not in _BY_NAN:
+            return None
+        if not self.func._schema.is_mutable:
+            return self.args, self.kwargs
+        copies = {id(t): t.clone() for t in self._tensors}
+        for tensor in self._tensors:
+            if id(tensor) in self._masks:
+                self._masks[id(copies[id(tensor)])] = self._masks[id(tensor)]
+        self._copies = copies
+        return tree_map(lambda v: copies.get(id(v), v), (self.args, self.kwargs))
+
+    # The marks of the results.
+
+    def masks_of(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the mask of each result, or None for no marks."""
+        if not self._masks or not results:
+            return [None for _ in results]
+        rule = self._rule()
+        if rule is None:
+            self._marks.unknown.add(self.name)
+            return self._everything(results)
+        try:
+            masks = rule(results)
+            shapes = [None if m is None else m.shape[1:] for m in masks]
+            if all(s in (None, r.shape) for s, r in zip(shapes, results, strict=True)):
+                return masks
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, KeyError):
+            pass
+        # Arguments that the rule does not cover.
+        self._marks.unknown.add(self.name)
+        return self._everything(results)
+
+    def _rule(self) -> Callable[[Sequence[Tensor]], list[Tensor | None]] | None:
+        name, func = self.name, self.func
+        special = getattr(self, f"_rule_{name}", None)
+        if special is not None:
+            return special
+        for names, rule in (
+            (_OPTIONS, self._nothing),
+            (_POINTWISE, self._pointwise),
+            (_MOVED, self._moved),
+            (_REDUCTIONS, self._reduced),
+            (_ALONG_DIMS, self._along),
+            (_SCANS, self._scanned),
+            (_PRODUCTS, self._product),
+            (_BATCH_NORMS, self._batch_norm),
+            (_BY_NAN, self._by_nan),
+            (_LOSSES, self._loss),
+        ):
+            if name in names:
+                return rule
+        if _is_pointwise(func.overloadpacket):
+            return self._pointwise
+        if name.startswith(_ATTENTION) and not name.endswith("backward"):
+            return self._attention
+        if name in _MATRIX_NAMES or name.startswith(_MATRICES):
+            return self._matrices
+        backward = name.endswith("_backward")
+        if name in _PER_ITEM_NAMES or (any(n in name for n in _PER_ITEM) and not backward):
+            return self._per_item
+        return None
+
+    def _nothing(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return [None for _ in results]
+
+    def _pointwise(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        masks = [self._masks[id(t)] for t in self._tensors if id(t) in self._masks]
+        return [_broadcast(masks, r.shape) for r in results]
+
+    def _loss(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the marks of a loss: of each entry, if it has no reduction."""
+        whole = self.named.get("reduction", 0)
+        return self._everything(results) if whole else self._pointwise(results)
+
+    def _rule_copy(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the marks of a tensor that is overwritten by another."""
+        source = [self._mask(self.args[1])] if isinstance(self.args[1], Tensor) else []
+        return [_broadcast(source, r.shape) for r in results]
+
+    def _rule_fill(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._rule_copy(results)
+
+    def _rule_zero(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._nothing(results)
+
+    def _rule_native_dropout(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return [self._mask(self.args[0]), None]
+
+    def _moved(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the moved marks; positions that depend on marks add theirs."""
+        moving = [self.args[i] for i in _MOVED[self.name] if i < len(self.args)]
+        data = {id(t) for t in tree_leaves(moving) if isinstance(t, Tensor)}
+        steering = [t for t in self._tensors if id(t) not in data and self.is_marked(t)]
+        if steering:
+            return self._steered()
+        names = [a.name for a in self.func._schema.arguments]
+        args = [
+            0 if names[i] == "value" and not isinstance(a, Tensor) else a
+            for i, a in enumerate(self.args)
+        ]
+        kwargs = {k: v for k, v in self.kwargs.items() if k not in ("dtype", "value")}
+        return self._of_words(args, kwargs, data)
+
+    def _of_words(self, args: Any, kwargs: Any, data: set[int]) -> list[Tensor | None]:
+        """Run the operator on each word of the marks of some arguments."""
+        words = []
+        for w in range(self._words):
+
+            def of(value: Any, w: int = w) -> Any:
+                if not isinstance(value, Tensor) or id(value) not in data:
+                    return value
+                return (
+                    self._mask(value)[w].clone()
+                    if self.func._schema.is_mutable
+                    else (self._mask(value)[w])
+                )
+
+            words.append(tree_leaves(self.func(*tree_map(of, args), **tree_map(of, kwargs))))
+        return [torch.stack(parts) for parts in zip(*words, strict=True)]
+
+    def _steered(self) -> list[Tensor | None]:
+        """Return the marks of entries at positions that depend on marks."""
+        if self.name == "index_select":
+            _, dim, index = self.args[:3]
+            indices: list[Any] = [None] * self.args[0].dim()
+            indices[dim % max(self.args[0].dim(), 1)] = index
+            return [self._indexed(self.args[0], indices)]
+        if self.name == "gather":
+            return [self._gathered(self.args[0], self.args[1], self.args[2])]
+        if self.name in ("index", "_unsafe_index") and not self._bool_index:
+            return [self._indexed(self.args[0], list(self.args[1]))]
+        raise ValueError
+
+    def _indexed(self, data: Tensor, indices: list[Any]) -> Tensor:
+        mask, positions = self._mask(data), []
+        for dim, index in enumerate(indices):
+            if self.is_marked(index):
+                mask = union(mask, [dim + 1])
+                index = torch.zeros_like(index)
+            positions.append(index)
+        aten = torch.ops.aten.index.Tensor
+        moved = torch.stack([aten(mask[w], positions) for w in range(self._words)])
+        # The result has the broadcast shape of the indices in the place of the indexed dims.
+        marked = [i for i in indices if self.is_marked(i)]
+        shape = torch.broadcast_shapes(*(i.shape for i in indices if i is not None))
+        wide = torch.broadcast_tensors(torch.empty(shape, device=data.device), *marked)[0].shape
+        union_of = _broadcast([self._masks[id(i)] for i in marked], wide)
+        assert union_of is not None
+        at = [d for d, i in enumerate(indices) if i is not None]
+        adjacent = at == list(range(at[0], at[-1] + 1))
+        before = at[0] if adjacent else 0
+        after = moved.dim() - 1 - before - len(wide)
+        union_of = union_of.reshape(self._words, *[1] * before, *wide, *[1] * after)
+        return moved | union_of
+
+    def _gathered(self, data: Tensor, dim: int, index: Tensor) -> Tensor:
+        mask = union(self._mask(data), [_inner(dim, data.dim())])
+        zeros = torch.zeros_like(index)
+        moved = torch.stack([mask[w].gather(dim, zeros) for w in range(self._words)])
+        return moved | self._mask(index)
+
+    def _rule_embedding(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        weight, index = self.args[:2]
+        return (
+            [self._indexed(weight, [index])]
+            if self.is_marked(index)
+            else (self._of_words((weight, index), {}, {id(weight)}))
+        )
+
+    def _rule_index_put(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        data, indices, values = self.args[:3]
+        accumulates = len(self.args) > 3 and self.args[3]
+        given = [i for i in indices if i is not None]
+        if not any(map(self.is_marked, given)) and not accumulates:
+            return self._of_words(self.args, self.kwargs, {id(data), id(values)})
+        if len(self._bool_index) == len(indices) == 1 and values.numel() == 1:
+            where = self._mask(given[0])
+            where = where.reshape(*where.shape, *[1] * (data.dim() - given[0].dim()))
+            one = self._one(values).reshape(-1, *[1] * data.dim())
+            return [(self._mask(data) | where | one).expand(-1, *data.shape)]
+        raise ValueError
+
+    def _rule__unsafe_index_put(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._rule_index_put(results)
+
+    def _rule_scatter(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        data, dim, index = self.args[:3]
+        source = self.args[3] if len(self.args) > 3 else self.named.get("src")
+        sources = [source] if isinstance(source, Tensor) else []
+        reduces = self.kwargs.get("reduce") is not None
+        if not self.is_marked(index) and not reduces:
+            args = self.args if sources else (*self.args[:3], 0)
+            return self._of_words(args, {}, {id(data), *map(id, sources)})
+        d = dim % max(data.dim(), 1)
+        same = [n for n in range(data.dim()) if n != d and index.shape[n] != data.shape[n]]
+        if same:
+            raise ValueError
+        mask = self._mask(data)
+        for value in (index, *sources):
+            part = self._mask(value)
+            if value is not index:
+                for n in range(index.dim()):
+                    part = part.narrow(n + 1, 0, index.shape[n])
+            mask = mask | union(part, [d + 1])
+        return [mask]
+
+    def _rule_put(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        raise ValueError
+
+    def _rule_searchsorted(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        order, values = self.named["sorted_sequence"], self.named["self"]
+        if not isinstance(values, Tensor):
+            return self._everything(results)
+        part = union(self._mask(order), [order.dim()])
+        return [_broadcast([part, self._mask(values)], results[0].shape)]
+
+    def _rule_isin(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        elements, tested = self.named["elements"], self.named["test_elements"]
+        if not isinstance(elements, Tensor):
+            return self._everything(results)
+        one = self._one(tested).reshape(-1, *[1] * elements.dim())
+        return [_broadcast([self._mask(elements), one], results[0].shape)]
+
+    def _rule_nll_loss_forward(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        value, target = self.args[:2]
+        if self.args[3] or value.dim() != 2:  # with a reduction
+            return self._everything(results)
+        rows = union(self._mask(value), [2]).squeeze(2) | self._mask(target)
+        return [rows, *self._everything(results[1:])]
+
+    def _rule_bucketize(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return [
+            _broadcast(
+                [self._mask(self.args[0]), union(self._mask(self.args[1]), [1])], results[0].shape
+            )
+        ]
+
+    def _dims(self, ndim: int) -> list[int]:
+        named = self.named
+        dims = named.get("dim", named.get("axis"))
+        if dims is None or (isinstance(dims, list | tuple) and not dims):
+            return list(range(1, ndim + 1))
+        return [_inner(d, ndim) for d in (dims if isinstance(dims, list | tuple) else [dims])]
+
+    def _reduced(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        if self.name == "dist" or "other" in self.named:  # two inputs
+            return self._everything(results)
+        value = self.args[0]
+        has_dim = any(a.name in ("dim", "axis") for a in self.func._schema.arguments)
+        dims = self._dims(value.dim()) if has_dim else list(range(1, value.dim() + 1))
+        if self.name in ("kthvalue", "mode", "median", "nanmedian") and has_dim:
+            at = self.named.get("dim", -1)
+            dims = [_inner(at, value.dim())]
+        mask = union(self._mask(value), dims)
+        return [mask.reshape(self._words, *r.shape) for r in results]
+
+    def _along(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the union along the operator's dims, in every entry along them."""
+        at = self.named.get("dim")
+        if self.name in ("sort", "topk", "argsort", "glu", "cross", "linalg_cross") and at is None:
+            at = -1
+        if self.name in ("_sample_dirichlet", "multinomial"):
+            at = -1
+        if self.name in ("msort", "cross") and at is None:
+            at = 0
+        if self.name in ("renorm", "_weight_norm_interface"):
+            return self._everything(results)
+        inputs = [t for t in self._tensors if id(t) in self._masks]
+        dims: Sequence[Any] = at if isinstance(at, list | tuple) else [at]
+        parts = [union(self._masks[id(t)], [_inner(d, t.dim()) for d in dims]) for t in inputs]
+        return [_broadcast(parts, r.shape) for r in results]
+
+    def _scanned(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        value = self.args[0]
+        mask, dim = self._mask(value).clone(), _inner(self.named["dim"], value.dim())
+        shift, size = 1, mask.shape[dim] if value.dim() else 1
+        while shift < size:
+            mask = torch.cat(
+                [
+                    mask.narrow(dim, 0, shift),
+                    mask.narrow(dim, shift, size - shift) | mask.narrow(dim, 0, size - shift),
+                ],
+                dim,
+            )
+            shift *= 2
+        return [mask for _ in results]
+
+    def _product(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the marks of a matrix product: a row's with a column's, and those added."""
+        name, args, out = self.name, list(self.args), results[0].shape
+        parts = []
+        if name in ("addmm", "baddbmm", "addmv", "addbmm"):
+            parts.append(self._mask(args.pop(0)))
+        a, b = self._mask(args[0]), self._mask(args[1])
+        if name in ("dot", "vdot", "addbmm"):
+            ones = [self._one(v).reshape(-1, *[1] * len(out)) for v in args[:2]]
+            return [_broadcast([*parts, *ones], out)]
+        if name in ("mv", "addmv"):
+            parts += [union(a, [2]).squeeze(2), union(b, [1])]
+        elif name == "linear":
+            parts += [union(a, [-1]), union(b, [2]).squeeze(2)]
+            parts += [self._mask(v) for v in args[2:3] if isinstance(v, Tensor)]
+        elif name == "_cdist_forward":
+            parts += [union(a, [-1]), union(b, [-1]).transpose(-1, -2)]
+        else:
+            parts += [union(a, [-1]), union(b, [-2])]
+        return [_broadcast(parts, out)]
+
+    def _per_item(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the union for each item of a batch, which the first dim counts."""
+        count = self.args[0].shape[0]
+        total = torch.zeros(self._words, 1, dtype=torch.int64, device=self.args[0].device)
+        for i, value in enumerate(self.args):
+            for t in tree_leaves(value):
+                if not isinstance(t, Tensor) or id(t) not in self._masks:
+                    continue
+                batched = i == 0 or (
+                    self.name.startswith(("grid_sampler", "_thnn")) and t.shape[0] == count
+                )
+                mask = self._masks[id(t)]
+                part = mask.flatten(2) if batched and mask.dim() > 2 else mask
+                part = union(part, range(2, part.dim())) if batched else union(mask.flatten(1), [1])
+                total = total | part.reshape(self._words, -1)
+        whole = total if total.shape[1] == count else total.expand(-1, count)
+        return [
+            whole.reshape(self._words, count, *[1] * (r.dim() - 1)).expand(-1, *r.shape)
+            if r.dim() and r.shape[0] == count
+            else self._everything([r])[0]
+            for r in results
+        ]
+
+    def _rule_native_layer_norm(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        value, shape, *affine = self.args[:4]
+        core = union(self._mask(value), range(1 + value.dim() - len(shape), 1 + value.dim()))
+        rest = [self._mask(t) for t in affine if isinstance(t, Tensor)]
+        return [_broadcast([core, *(rest if r is results[0] else [])], r.shape) for r in results]
+
+    def _rule__fused_rms_norm(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        value, shape, *affine = self.args[:3]
+        core = union(self._mask(value), range(1 + value.dim() - len(shape), 1 + value.dim()))
+        rest = [self._mask(t) for t in affine if isinstance(t, Tensor)]
+        return [_broadcast([core, *(rest if r is results[0] else [])], r.shape) for r in results]
+
+    def _batch_norm(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the marks of normalized batches: of a channel, if its statistics are used."""
+        named, value = self.named, self.args[0]
+        trains = named.get("training", named.get("use_input_stats", True))
+        trains = trains or self.name in ("batch_norm_with_update", "_batch_norm_with_update")
+        trains = trains and self.name not in _FIXED_STATISTICS
+        mask = self._mask(value)
+        channel = union(mask, [1, *range(3, mask.dim())])
+        if trains:
+            batch = mask_of_bits(self._marks.batch_bit, self._words, value)
+            mask = channel.expand_as(mask) | batch
+            self._marks.batches.append(self._marks.line() or "")
+            for name in ("running_mean", "running_var"):
+                buffer = named.get(name)
+                if isinstance(buffer, Tensor):
+                    old = self._mask(buffer)
+                    self._marks.write(buffer, old | channel.reshape(self._words, -1))
+        bit = self._marks.new_bits()
+        self._marks.channels.append((tuple(value.shape[1:]), bit))
+        if self._words == self._marks.words:
+            mask = mask | mask_of_bits(bit, self._words, value)
+        columns = [self._mask(t) for t in self.args[1:5] if isinstance(t, Tensor)]
+        for column in columns:
+            mask = mask | column.reshape(self._words, 1, -1, *[1] * (mask.dim() - 3))
+        return [
+            mask
+            if r.shape == value.shape
+            else channel.reshape(self._words, -1)
+            if r.shape == (value.shape[1],)
+            else self._everything([r])[0]
+            for r in results
+        ]
+
+    def _solved(self, matrix: Tensor, right: Tensor, left: bool = True) -> list[Tensor | None]:
+        """Return the marks of solutions: those of the matrix, and of their own right side."""
+        whole = union(self._mask(matrix), [-1, -2])
+        sides = union(self._mask(right), [-2 if left else -1])
+        batch = torch.broadcast_shapes(whole.shape[1:-2], sides.shape[1:-2])
+        return [_broadcast([whole, sides], torch.Size((*batch, *right.shape[-2:])))]
+
+    def _rule_linalg_solve_triangular(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._solved(self.args[0], self.args[1], self.kwargs.get("left", True))
+
+    def _rule_triangular_solve(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        right, matrix = self.args[:2]
+        return [*self._solved(matrix, right), *self._everything(results[1:])]
+
+    def _rule_cholesky_solve(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._solved(self.args[1], self.args[0])
+
+    def _rule__cholesky_solve_helper(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._solved(self.args[1], self.args[0])
+
+    def _matrices(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the union for each matrix of a batch."""
+        inputs = [t for t in self._tensors if id(t) in self._masks]
+        deepest = max(t.dim() for t in self._tensors)
+        parts = []
+        for t in inputs:
+            # A right side may be a batch of vectors.
+            inner = 2 if t.dim() >= deepest or t.dim() >= 3 else t.dim()
+            part = union(self._masks[id(t)], range(1 + max(t.dim() - inner, 0), 1 + t.dim()))
+            parts.append(part.reshape(*part.shape[: part.dim() - inner], 1, 1))
+        batch = torch.broadcast_shapes(*(p.shape[1:-2] for p in parts))
+        whole = _broadcast(parts, torch.Size((*batch, 1, 1)))
+        assert whole is not None
+        masks: list[Tensor | None] = []
+        for r in results:
+            if r.shape[: len(batch)] != batch:
+                masks += self._everything([r])
+                continue
+            mask = whole.reshape(self._words, *batch, *[1] * (r.dim() - len(batch)))
+            masks.append(mask.expand(-1, *r.shape))
+        return masks
+
+    def _attention(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        query, key, value = self.args[:3]
+        around = [union(self._mask(t), [-1, -2]) for t in (key, value)]
+        others = self._one([t for t in self._tensors if all(t is not a for a in self.args[:3])])
+        rows = union(self._mask(query), [-1])
+        parts = [rows, *around, others.reshape(-1, *[1] * query.dim())]
+        first = _broadcast(parts, results[0].shape)
+        return [first, *self._everything(results[1:])]
+
+    def _rule_mkldnn_rnn_layer(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the union for each sequence of a batch, the second last dim."""
+        value, *others = self.args[:7]
+        states = [t for t in others if t.dim() > 2 or t.shape[-2:-1] == value.shape[-2:-1]]
+        weights = [t for t in others if all(t is not h for h in states)]
+        total = self._one(weights).reshape(-1, 1)
+        for t in (value, *states):
+            mask = self._mask(t)
+            dims = [d for d in range(1, mask.dim()) if d != mask.dim() - 2]
+            total = total | union(mask, dims).reshape(self._words, -1)
+        count = value.shape[-2]
+        return [
+            total.reshape(-1, *[1] * (r.dim() - 2), count, 1).expand(-1, *r.shape)
+            if r.dim() > 1 and r.shape[-2] == count
+            else self._everything([r])[0]
+            for r in results
+        ]
+
+    def _by_nan(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the marks that NaN in the entries of each bit reaches."""
+        if any(not t.is_floating_point() for t in self._tensors if self.is_marked(t)):
+            raise ValueError
+        assert self.inputs is not None
+        args, kwargs = self.inputs
+        every = bits_of(self._one(self._tensors))
+        masks = [self._zeros(r) for r in results]
+        for place in range(every.bit_length()):
+            if not every >> place & 1:
+                continue
+            word, bit = divmod(place, WORD)
+
+            def poisoned(value: Any, word: int = word, bit: int = bit) -> Any:
+                if not isinstance(value, Tensor):
+                    return value
+                mask, copy = self._masks.get(id(value)), value.detach().clone()
+                if mask is None:
+                    return copy
+                return copy.masked_fill((mask[word] >> bit & 1).bool(), math.nan)
+
+            with torch.no_grad():
+                hit = tree_leaves(
+                    self.func(*tree_map(poisoned, args), **tree_map(poisoned, kwargs))
+                )
+            hit = [v for v in hit if isinstance(v, Tensor)]
+            for mask, value in zip(masks, hit, strict=True):
+                if not value.is_floating_point():
+                    mask[word] |= 1 << bit
+                else:
+                    mask[word] |= value.isnan().long() << bit
+        return list(masks)
