@@ -251,6 +251,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             if wanted and any(p.requires_grad for p in self.parameters()):
                 self.add_to_store()
             chain = self._run(density, slots)
+            self._smoothness.add(density.log_weight)  # for the steps to come
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
             surrogate = self._surrogate(density, chain, slots, bound) if wanted else bound
@@ -290,10 +291,11 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         # Whether gradients that move the chain are differentiated again, in training steps.
         twice = self.kernel.needs_gradient and not reweighted
         widths = self._smoothness.widths(programs) if twice else None
+        finder = self._smoothness.finder(programs) if twice else None
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
             arguments = self.sampler, programs, self.coordinates, gradient
-            log_weight = LogWeight(*arguments, begin=draws, widths=widths)
+            log_weight = LogWeight(*arguments, begin=draws, widths=widths, finder=finder)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
@@ -306,7 +308,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        again = twice and self._smoothness.check(log_weight, self.kernel)
+        again = self._smoothness.add(log_weight)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _claim_kernel(self) -> None:

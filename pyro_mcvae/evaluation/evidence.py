@@ -153,7 +153,7 @@ class LogEvidence:
     @property
     def added(self) -> float:
         """Return the nats that were added for labellings that the guide does not draw."""
-        return (self.labellings and self.labellings.added) or 0.0
+        return 0.0 if self.labellings is None else self.labellings.added
 
     @property
     def mean(self) -> Tensor:
@@ -420,8 +420,8 @@ def estimate(
         if keep_log_weight:
             log_weights.append(log_weight)
     annealing, bound = weights.annealing, summary.mean_log.to(weights.reference.log_weight.dtype)
-    labellings = find_labellings(weights, num_particles) if all_labellings else None
-    added = 0.0 if labellings is None else labellings.added or 0.0
+    labellings = find_labellings(weights) if all_labellings else None
+    added = 0.0 if labellings is None else labellings.added
     return LogEvidence(
         (summary.log_mean + added).to(bound.dtype),
         summary.standard_error.to(bound.dtype),

@@ -17,7 +17,8 @@ follows. Its bits are in :attr:`Marks.control` from then on. The marks may have 
 never too few, unless a program uses the memory of a tensor behind PyTorch's back.
 
 A value that is piecewise constant in a draw, such as its rounded value, also has its steps: the
-operators whose jumps a gradient omits (:attr:`Marks.steps`).
+operators whose jumps a gradient omits (:attr:`Marks.steps`). A value whose derivative jumps has its
+corners (:attr:`Marks.corners`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_mcvae.ops.smoothing import SMOOTHED
 
 # Bits in each 64-bit word of a mask; the sign bit is not used.
 WORD = 62
@@ -96,6 +99,7 @@ class _Shadow:
         self.itemsize = tensor.element_size()
         count = -(-tensor.untyped_storage().nbytes() // self.itemsize)
         self.steps: frozenset[Step] = frozenset()
+        self.corners: frozenset[Step] = frozenset()
         self.mask = torch.zeros(words, count, dtype=torch.int64, device=tensor.device)
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -201,6 +205,7 @@ class Marks(TorchDispatchMode):
         self.channels: list[tuple[tuple[int, ...], int]] = []
         self.smooth = 0
         self.at_site = False
+        self.smoothed = False
         self.checking = False
 
     def __enter__(self) -> Marks:
@@ -249,9 +254,22 @@ class Marks(TorchDispatchMode):
 
     def steps(self, value: object) -> frozenset[Step]:
         """Return the steps through which a tensor depends on draws, if on nothing else of them."""
+        found = self._shadow(value)
+        return frozenset() if found is None else found.steps
+
+    def corners(self, value: object) -> frozenset[Step]:
+        """
+        Return the operators at which the derivative of a tensor jumps with draws.
+
+        Those that chains smooth are left out; see :mod:`pyro_mcvae.ops.smoothing`.
+        """
+        found = self._shadow(value)
+        return frozenset() if found is None else found.corners
+
+    def _shadow(self, value: object) -> _Shadow | None:
         key = _storage_key(value) if isinstance(value, Tensor) else None
         found = None if key is None else self._shadows.get(key)
-        return frozenset() if found is None else found[1].steps
+        return None if found is None else found[1]
 
     def write(self, tensor: Tensor, mask: Tensor | int) -> None:
         """Set the mask of a tensor: of its shape, or one that broadcasts to it."""
@@ -325,7 +343,7 @@ class Marks(TorchDispatchMode):
             bits = self.bits(*call.read_values)
             if self.read(bits, call.is_branch) and call.is_branch and self._other_branch(bits):
                 return not func(*args, **kwargs)
-        inputs, steps = call.kept_inputs(), self._kept_steps(tensors, masks)
+        inputs, (steps, corners) = call.kept_inputs(), self._kept_steps(tensors, masks)
         result = func(*args, **kwargs)
         results = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
         draw = self._record(call, result) if is_draw else 0
@@ -340,34 +358,44 @@ class Marks(TorchDispatchMode):
                     continue
                 extra = mask_of_bits(draw, self.words, tensor)
                 self.write(tensor, extra if mask is None else mask | extra)
-                key = _storage_key(tensor)
-                if key in self._shadows:
-                    self._shadows[key][1].steps = steps | self._new_steps(call, tensor)
+                if (shadow := self._shadow(tensor)) is not None:
+                    new = self._new_steps(call, tensor)
+                    is_corner = call.name in _CORNERS and tensor.is_floating_point()
+                    shadow.steps = steps if is_corner else steps | new
+                    shadow.corners = corners | new if is_corner else corners
         return result
 
     def _kept_steps(
         self, tensors: Sequence[Tensor], masks: Mapping[int, Tensor]
-    ) -> frozenset[Step]:
+    ) -> tuple[frozenset[Step], frozenset[Step]]:
         """
-        Return the steps of inputs that no input depends on otherwise.
+        Return the steps of inputs that no input depends on otherwise, and the corners.
 
-        The product of z and its sign, for example, has a gradient, and no jump.
+        The product of z and its sign, for example, has a gradient, which jumps.
         """
-        all_steps = frozenset[Step]().union(*map(self.steps, tensors))
+        none = frozenset[Step]()
+        all_steps = none.union(*map(self.steps, tensors))
+        corners = none.union(*map(self.corners, tensors))
         if not all_steps:
-            return all_steps
+            return none, corners
         smooth = 0
         for tensor in tensors:
             stepwise = 0
             for step in self.steps(tensor):
                 stepwise |= step.bits
             smooth |= bits_of(masks.get(id(tensor))) & ~stepwise
-        return frozenset(step for step in all_steps if not step.bits & smooth)
+        kept = frozenset(step for step in all_steps if not step.bits & smooth)
+        return kept, corners | (all_steps - kept)
 
     def _new_steps(self, call: _Call, result: Tensor) -> frozenset[Step]:
-        """Return the step of an operator of the program whose result has no gradient."""
-        is_step = call.name in _STEPS or not (result.is_floating_point() or result.is_complex())
-        if not is_step or self.at_site or not self.smooth:
+        """Return the step or corner of an operator of the program."""
+        floats = result.is_floating_point() or result.is_complex()
+        is_corner = call.name in _CORNERS and not self.smoothed
+        if (
+            not self.smooth
+            or self.at_site
+            or (floats and call.name not in _STEPS and not is_corner)
+        ):
             return frozenset()
         bits = 0
         for tensor in call.tensors:
@@ -458,7 +486,15 @@ class _Outside(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif func in _INDEXED and (bits := self._marks.bits(_positions(args[1]))):
             return self._index(func, args, bits)
-        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "").strip("_")
+        before, self._marks.smoothed = (
+            self._marks.smoothed,
+            self._marks.smoothed or (name in SMOOTHED and torch.is_grad_enabled()),
+        )
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._marks.smoothed = before
         if func in _FINITE:
             # A batch is finite if all entries are, and a program stops otherwise.
             self._marks.clear(result)
@@ -491,6 +527,14 @@ def _names(text: str) -> frozenset[str]:
 
 # Operators whose floating-point results are piecewise constant.
 _STEPS = _names("round floor ceil trunc fix sign sgn heaviside floor_divide")
+# Operators whose derivative jumps.
+_CORNERS = _names(
+    "abs relu clamp clamp_min clamp_max maximum minimum fmax fmin max min amax amin sort topk "
+    "median nanmedian mode kthvalue cummax cummin leaky_relu hardtanh hardsigmoid hardswish "
+    "hardshrink softshrink threshold prelu _prelu_kernel rrelu_with_noise elu "
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d "
+    "fractional_max_pool2d"
+)
 # Results depend on the shape, dtype or device of their inputs only.
 _OPTIONS = _names(
     "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros "

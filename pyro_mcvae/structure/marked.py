@@ -259,6 +259,8 @@ class MarkedRun:
     :ivar batch_bit: the bit of what is normalized there.
     :ivar channels: the shapes and bits of batch normalizations; see :class:`.Marks`.
     :ivar steps: for each factor that jumps with draws, the operators; see :attr:`.Marks.steps`.
+    :ivar corners: the operators at which derivatives of densities jump; see
+        :attr:`.Marks.corners`.
     :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
     :ivar error_alone: for a run with leading dims: the error of one without.
     """
@@ -281,6 +283,7 @@ class MarkedRun:
     batch_bit: int
     channels: list[tuple[tuple[int, ...], int]]
     steps: dict[FactorKey, frozenset[Step]]
+    corners: frozenset[Step]
     draws_on_host: bool
     error_alone: MarkedRunError | None = None
 
@@ -542,6 +545,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         marks.batch_bit,
         marks.channels,
         {key: found for key, t in terms.items() if (found := marks.steps(t.log_prob))},
+        frozenset[Step]().union(*(marks.corners(t.log_prob) for t in terms.values())),
         marker.draws_on_host,
     )
 
