@@ -30,6 +30,7 @@ from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.ops.tensors import follow, is_recording
+from pyro_mcvae.ops.vmap_dims import is_transformed
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
@@ -246,6 +247,12 @@ class ChainELBO(MonteCarloELBO, StoredModule):
 
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
+        if self.kernel.needs_gradient and is_transformed():
+            raise NotImplementedError(
+                f"{type(self).__name__} moves along gradients of its own, which transforms of "
+                f"torch.func (grad, vmap) do not let it take: use loss.backward(), or "
+                f"TraceIWAE_ELBO"
+            )
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
