@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
+from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.outside_values import is_plain, is_written
 from pyro_mcvae.programs.source_lines import in_assertion, is_core
 from pyro_mcvae.programs.types import Message, TorchFunction
@@ -58,8 +59,8 @@ _active: list[Fingerprint] = []
 
 
 def observer() -> Fingerprint | None:
-    """Return the innermost handler of a program whose fingerprint is taken."""
-    return _active[-1] if _active else None
+    """Return the innermost handler of a program whose fingerprint is taken, unless it runs."""
+    return _active[-1] if _active and not _active[-1].is_entered else None
 
 
 class Fingerprint(Messenger):
@@ -76,7 +77,7 @@ class Fingerprint(Messenger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads = False
+        self.reads = self.is_entered = False
         self._mode = _Operators(self)
         self._operations: list[_Operation] = []
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -120,9 +121,11 @@ class Fingerprint(Messenger):
     def __enter__(self) -> Fingerprint:
         super().__enter__()
         self._mode.__enter__()
+        self.is_entered = True
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.is_entered = False
         self._mode.__exit__(*error)
         super().__exit__(*error)
 
@@ -143,8 +146,11 @@ class Fingerprint(Messenger):
             return
         if not msg["is_observed"] and isinstance(msg["fn"], Distribution):  # not a minibatch
             self._draws.update(id(t) for t in _tensors(msg["value"]))
-        if is_written(type(msg["fn"])) and isinstance(msg["value"], Tensor):
-            msg["fn"].log_prob(msg["value"])  # its operations are those of the program
+        fn, value = msg["fn"], msg["value"]
+        # The operations of a user's density are those of the program; a flow's were in its draw.
+        if is_written(type(fn)) and isinstance(value, Tensor) and not may_cache(fn):
+            with suppress(NotImplementedError):
+                fn.log_prob(value)
 
     def add(self, func: TorchFunction, args: Any, result: Any, caller: FrameType) -> None:
         """Add an operation of the program."""
