@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
+from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.refine import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
@@ -99,6 +100,8 @@ def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labelling
         with restored(sampler.programs.owners), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _Search(sampler, num_particles).labellings()
+    except OutOfTimeError:
+        raise
     except Exception as error:
         # The model or guide does not run at given latents. The evidence is valid without this
         # analysis.

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
-from pyro_mcvae.evaluation.options import make_options, make_programs
+from pyro_mcvae.evaluation.options import (
+    Counted,
+    EvaluatorOptions,
+    make_options,
+    make_programs,
+    with_options,
+)
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.types import Program
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Kernel density estimates need a number of draws that grows exponentially with the dimension.
 _MOST = 5
@@ -33,6 +42,7 @@ class LowDimensionalEvidence(NamedTuple):
     standard_error: Tensor
 
 
+@with_options(schedule=1)
 def low_dimensional_evidence(
     model: Program,
     guide: Program,
@@ -40,7 +50,7 @@ def low_dimensional_evidence(
     num_draws: int = 50,
     num_transitions: int = 60,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluatorOptions],
 ) -> LowDimensionalEvidence:
     r"""
     Estimate log p(x) of each datum from draws of its posterior, for up to five latent dimensions
@@ -104,7 +114,9 @@ def low_dimensional_evidence(
             f"low_dimensional_evidence needs a kernel that leaves the posterior invariant, which "
             f"{type(annealing.kernel).__name__} does not: use HMC, MALA or RandomWalk"
         )
-    with weights_of(programs, settings, annealing) as sampler:
+    with weights_of(programs, settings, annealing, "low_dimensional_evidence") as sampler:
+        steps = annealing.num_steps + num_transitions
+        stage = sampler.stage = sampler.clock.stage("chains", steps, "transitions")
         chain, density = sampler.chain(2 * num_draws, last_transition=True)
         movable = density.log_weight.movable
         if movable is not None and not bool(movable.all()):
@@ -120,7 +132,7 @@ def low_dimensional_evidence(
             )
         target = Target(density, chain.state.position.new_ones(()))
         state = density(chain.state.position)
-        transition = annealing.transition(programs, num_transitions)
+        transition = Counted(annealing.transition(programs, num_transitions), stage)
         for _ in range(num_transitions):
             state, _ = transition.step(state, target)
         log_joint = (state.log_base + state.log_weight)[num_draws:].detach()
