@@ -107,12 +107,12 @@ class Stage:
 
     def __init__(self, clock: Clock, text: str, total: float, unit: str) -> None:
         self.clock, self.text, self.total, self.unit = clock, text, total, unit
-        self.done = 0.0
+        self.done, self._announced = 0.0, False
         self._began = now()
 
     def advance(self, count: float = 1) -> None:
         """Count units that are done, and log a line if one is due."""
-        clock, first = self.clock, self.done == 0
+        clock = self.clock
         self.done += count
         clock.bar.update(count)
         if not clock.logs:
@@ -120,8 +120,9 @@ class Stage:
         time_now = now()
         spent = time_now - self._began
         left = spent * max(0.0, self.total - self.done) / max(self.done, 1e-9)
-        if (first and left > _LINE) or time_now - clock.last_line >= _LINE:
-            clock.last_line = time_now
+        is_long = not self._announced and spent >= 1.0 and left > _LINE
+        if is_long or time_now - clock.last_line >= _LINE:
+            clock.last_line, self._announced = time_now, True
             _logger.warning(
                 "%s: %s, %.0f of %.0f %s after %.0f s, about %.0f s left",
                 *(clock.call, self.text, self.done, self.total, self.unit, spent, left),

@@ -363,6 +363,9 @@ def log_evidence(
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import log_evidence
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -371,12 +374,11 @@ def log_evidence(
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 0.8))
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
-        >>> result = log_evidence(model, guide, x, num_particles=10_000)
-        >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x)
-        >>> bool(((result.log_evidence - exact).abs() < 4 * result.standard_error).all())
-        True
-        >>> bool((result.pareto_k < 0.5).all())
-        True
+        >>> print(log_evidence(model, guide, x, num_particles=10_000, seed=0))
+        log evidence -1.4335 ± 0.0009 nats per weight (3 in data; 10000 particles)
+        total -4.3005 ± 0.0027, bound -1.450 per weight
+        effective sample size: median 9754.6, least 9748.9
+        Pareto k: median -inf, largest -inf; 0 of 3 above 0.7
     """
     settings = make_options("log_evidence", options)
     programs = make_programs(model, guide, args, model_kwargs)

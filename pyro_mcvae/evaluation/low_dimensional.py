@@ -86,6 +86,9 @@ def low_dimensional_evidence(
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import low_dimensional_evidence
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -96,8 +99,8 @@ def low_dimensional_evidence(
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> result = low_dimensional_evidence(model, guide, x, num_draws=200, seed=0)
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x)
-        >>> bool((result.log_evidence - exact).abs().max() < 0.1)
-        True
+        >>> print(result.log_evidence.numpy().round(1), exact.numpy().round(1))
+        [-1.5 -1.2 -1.5] [-1.5 -1.3 -1.5]
     """
     defaults: dict[str, Any] = {"schedule": 1}
     if options.get("kernel") is None:
