@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -44,6 +44,101 @@ from pyro_mcvae.programs.sites import (
     with_mask,
 )
 from pyro_mcvae.programs.types import Program, Site
+from pyro_mcvae.structure.cache import Analysis
+from pyro_mcvae.structure.marked import MarkedRunError, marked
+
+# Which entries the masks of a step remove, and whether the model depends on them.
+
+
+def mask_key(
+    programs: Programs, run: Run, analysis: Analysis, concerns: Callable[[Site, Site], bool]
+) -> Hashable:
+    """
+    Return what findings about the masks of latents depend on: None without such masks.
+
+    If every factor of the model that depends on a latent is masked where the latent is, findings
+    hold for all masks of which that is true. Otherwise they hold for the masks of this step.
+
+    :param analysis: of the programs, where the factors that depend on latents are kept.
+    :param concerns: called with a latent of the model and of the guide: whether it is asked about.
+    """
+    nodes = run.model_trace.nodes
+    names = [n for n, site in _latents(run).items() if concerns(nodes[n], site)]
+    masks = {n: m for n in names if (m := _masks_of_latent(run, n)) != (None, None)}
+    if not masks:
+        return None
+    key = "mask readers", run.signature
+    readers = analysis.cached(key, lambda: _readers(programs, run))
+    kinds = tuple((n, *(part is None for part in parts)) for n, parts in masks.items())
+    if all(_covers(run, n, *parts, readers) for n, parts in masks.items()):
+        return kinds
+    return kinds, tuple(_contents(part) for parts in masks.values() for part in parts)
+
+
+def _masks_of_latent(run: Run, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return the entries of a latent that the model and the guide count."""
+    traces = run.model_trace, run.guide_trace
+    model, guide = (own_mask(trace.nodes[name]) for trace in traces)
+    return model, guide
+
+
+def own_mask(site: Site) -> Tensor | None:
+    """Return the entries that a program's own masks count."""
+    return site["own_mask"] if "own_mask" in site else counted_values(site)
+
+
+# For each latent, the other factors of the model that depend on it, and whether an entry of such a
+# factor may depend on another element.
+_Readers = dict[str, list[tuple[str, bool]]]
+
+
+def _readers(programs: Programs, run: Run) -> _Readers | None:
+    """Return the factors that depend on each latent; None if that is unknown."""
+    try:
+        found = marked(programs, run)
+    except MarkedRunError:
+        return None
+    readers: _Readers = {}
+    for key, bits in found.bits.items():
+        for name in found.names(bits) if key.program == "model" else ():
+            if name != key.name:
+                readers.setdefault(name, []).append((key.name, bool(found.coupled.get(key))))
+    return readers
+
+
+def _covers(
+    run: Run, name: str, model: Tensor | None, guide: Tensor | None, readers: _Readers | None
+) -> bool:
+    """Return whether all factors that depend on a latent are masked where the latent is."""
+    nodes = run.model_trace.nodes
+    if readers is None or (guide is not None and _exceeds(model, guide, 0, 0)):
+        return False
+    event_dim = nodes[name]["fn"].event_dim
+    parts = [part for part in (model, guide) if part is not None]
+    kept = parts[0] if len(parts) == 1 else parts[0] & parts[1]
+    for reader, across in readers.get(name, ()):
+        site = nodes.get(reader)
+        if across or site is None:
+            return False
+        if _exceeds(counted_values(site), kept, site["fn"].event_dim, event_dim):
+            return False
+    return True
+
+
+def _exceeds(counted: Tensor | None, kept: Tensor, event_dim: int, kept_event_dim: int) -> bool:
+    """Return whether a mask keeps elements of plates that another one removes, even in part."""
+    for _ in range(min(kept_event_dim, kept.dim())):
+        kept = kept.all(-1)
+    if counted is None:
+        return not bool(kept.all())
+    for _ in range(min(event_dim, counted.dim())):
+        counted = counted.any(-1)
+    return bool((counted & ~kept).any())
+
+
+def _contents(mask: Tensor | None) -> Hashable:
+    return None if mask is None else (mask.shape, mask.cpu().numpy().tobytes())
+
 
 # Latents that a mask removes from the model, but not from the guide.
 
@@ -63,6 +158,7 @@ class _WithGuideMask(Messenger):
         fn = with_mask(msg["fn"], both)
         if fn is not None:
             msg["fn"], msg["mask"] = fn, None
+            msg["own_mask"] = model_mask
 
 
 class MaskedLatents(NamedTuple):
@@ -93,10 +189,10 @@ def masked_latents(programs: Programs, run: Run) -> MaskedLatents:
     :param run: an execution of the programs, with any leading dims.
     """
     latents, model = _latents(run), run.model_trace.nodes
-    masked = [n for n in latents if counted_values(model[n]) is not None]
+    masked = [n for n in latents if own_mask(model[n]) is not None]
     # The guide may mask the same entries, which then have no density in the weight.
     names = [
-        n for n in masked if counted_values(latents[n]) is None or _masks_more(model[n], latents[n])
+        n for n in masked if counted_values(latents[n]) is None or _removes(model[n], latents[n])
     ]
     if not names:
         return MaskedLatents({}, frozenset())
@@ -219,8 +315,16 @@ def _masked_latents(run: Run) -> dict[str, Site]:
     return {n: s for n, s in _latents(run).items() if _masks_more(model[n], s)}
 
 
+def _removes(model_site: Site, guide_site: Site) -> bool:
+    """Return whether the model's own mask removes entries that the guide counts."""
+    return _more(own_mask(model_site), counted_values(guide_site))
+
+
 def _masks_more(model_site: Site, guide_site: Site) -> bool:
-    model_mask, guide_mask = counted_values(model_site), counted_values(guide_site)
+    return _more(counted_values(model_site), counted_values(guide_site))
+
+
+def _more(model_mask: Tensor | None, guide_mask: Tensor | None) -> bool:
     if model_mask is None:
         return False
     return bool((~model_mask if guide_mask is None else guide_mask & ~model_mask).any())

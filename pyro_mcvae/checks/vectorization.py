@@ -279,13 +279,13 @@ class LeadingRun:
         if not found:
             return
         # A generator of its own gives other numbers to a second run, too; the inverse of a flow may
-        # fail at one particle.
-        repeated = self._single(single)
+        # fail at one particle; an evaluator may have kept a single run of earlier parameters.
+        repeated, second = self._single(single), self._single(single)
         other = self._batched(self._count(2), repeated)
         again = self._mismatched(other, repeated, exempt)
         for key, densities in found.items():
-            if key in repeated.log_probs and bool(
-                differ(single.log_probs[key], repeated.log_probs[key]).any()
+            if {key} <= repeated.log_probs.keys() & second.log_probs.keys() and bool(
+                differ(second.log_probs[key], repeated.log_probs[key]).any()
             ):
                 raise self._noise_error(key, "with a generator that is not PyTorch's")
             if key in again:

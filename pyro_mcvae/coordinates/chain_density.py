@@ -32,10 +32,8 @@ def check_chain(log_weight: LogWeight, objective: str) -> None:
     """
     # Scales may change between steps. Scales that are numbers can be compared in each step.
     check_scales(_moving_terms(log_weight), objective, reads=False)
-    key = check_chain, objective, log_weight.gradient
-    if key not in log_weight.plan.checked:
-        _check_chain(log_weight, objective)
-        log_weight.plan.checked.add(key)
+    key = "chain checked", objective, log_weight.gradient
+    log_weight.found_once(key, lambda: _check_chain(log_weight, objective))
 
 
 def _check_chain(log_weight: LogWeight, objective: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -27,7 +27,13 @@ from pyro_mcvae.coordinates.packing import (
     plan_of,
     value_at,
 )
-from pyro_mcvae.ops.smoothing import Widths, math_attention, smoothed, smoothed_gradients
+from pyro_mcvae.ops.smoothing import (
+    KinkFinder,
+    Widths,
+    math_attention,
+    smoothed,
+    smoothed_gradients,
+)
 from pyro_mcvae.ops.tensors import as_shape, costs_nothing_to_read
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.distributions import unvalidated
@@ -216,6 +222,7 @@ class LogWeight:
 
     :param widths: the widths of the programs' kinks, at which :meth:`gradients` are smoothed for
         second derivatives; see :mod:`pyro_mcvae.ops.smoothing`. None for no smoothing.
+    :param KinkFinder finder: sees the kinks of all evaluations; by default none.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D is the number of coordinates of one datum's latents.
@@ -251,14 +258,17 @@ class LogWeight:
         within: WeightedParticles | None = None,
         begin: Beginning | None = None,
         widths: Widths | None = None,
+        finder: KinkFinder | None = None,
     ) -> None:
         self.programs, self._sampler, self.kind = programs, sampler, coordinates
         self.gradient, self._widths, self._beginning = gradient, widths, begin or Beginning()
+        self.finder = finder
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._beginning.fixed_sites)
         self.packing = self.plan.packing
         with self._running():
             self.first = evaluate(sample, self._records)
+        self._collect(self.first)
         start = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
 
@@ -269,10 +279,18 @@ class LogWeight:
         :param at: coordinates other than the first. Distributions check their arguments and values
             there if reading is free, and otherwise once for each analysis.
         """
-        twice = () if self._widths is None else (math_attention(), smoothed(self._widths))
+        twice: tuple[AbstractContextManager[object], ...] = ()
+        if self._widths is not None:
+            twice = math_attention(), self.finder or nullcontext(), smoothed(self._widths)
         if at is None or costs_nothing_to_read(at) or not is_validation_enabled():
             return entered(*twice)
         return entered(*twice, *self._checks())
+
+    def _collect(self, at: Evaluation) -> None:
+        """Keep the kinks of an evaluation."""
+        if self.finder is not None:
+            ats = [placed.at for record in at.records for placed in record.values()]
+            self.finder.collect(at.log_weight, ats)
 
     def _checks(self) -> list[AbstractContextManager[object]]:
         """
@@ -285,6 +303,11 @@ class LogWeight:
         traces = [run.guide_trace for run in self.first.sample.runs]
         drawn = [site["fn"] for trace in traces for site in scored(trace)]
         return [validation_enabled(False), unvalidated(drawn)]
+
+    def found_once(self, key: tuple[Hashable, ...], find: Callable[[], object]) -> object:
+        """Return a finding about programs of this structure, made once for each analysis."""
+        key = *key, self.first.sample.runs[0].signature
+        return self._sampler.analyses.of(self.programs).cached(key, find)
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
@@ -399,6 +422,7 @@ class LogWeight:
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         with self._running(flat):
             weights = evaluate(*self._run(flat))
+        self._collect(weights)
         return weights if depth == 1 else weights.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:

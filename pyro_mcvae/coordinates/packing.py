@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -321,14 +321,12 @@ class Plan:
     :ivar coordinates_interact: whether one first coordinate may depend on another. A draw without
         explicit noise depends on earlier draws, so its gradients are not partial derivatives.
     :ivar discrete: the sites with a discrete coordinate, which chains do not move.
-    :ivar checked: the keys of the checks that are done.
     """
 
     packing: Packing
     normal: bool
     coordinates_interact: bool
     discrete: tuple[str, ...]
-    checked: set[Hashable] = field(default_factory=set)
 
     @property
     def moving(self) -> Set[str]:

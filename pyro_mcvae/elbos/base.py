@@ -6,8 +6,9 @@ import inspect
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -26,8 +27,10 @@ from pyro_mcvae.checks.faults import (
 )
 from pyro_mcvae.checks.masks import (
     check_unweighed,
+    mask_key,
     masked_latents,
     masked_otherwise,
+    own_mask,
     with_priors,
 )
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
@@ -46,6 +49,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     bare,
     casts_with_gradients,
+    counted_values,
     is_latent,
     is_random,
     is_scored,
@@ -54,7 +58,7 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, is_subsampled, plate_frames
-from pyro_mcvae.structure.cache import Analyses
+from pyro_mcvae.structure.cache import Analyses, Analysis
 
 # The result of one step: its value, its gradient, and its value per datum.
 
@@ -277,6 +281,19 @@ Weighs = Callable[[Site], bool]
 _COUNTED = ("counted",)
 
 
+class _Counted(NamedTuple):
+    """
+    The latents whose prior the model counts at entries that it masks.
+
+    :ivar masks: the masks for which this was found; see :func:`.mask_key`.
+    :ivar model: the model that counts them; None without such latents.
+    """
+
+    masks: Hashable
+    names: frozenset[str]
+    model: Program | None
+
+
 _BASELINE = (
     "infer={'baseline': ...} of the guide's site '%s' is for pyro.infer.TraceGraph_ELBO, and has "
     "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
@@ -341,18 +358,26 @@ class ModelWarnings:
 
         Masks and scales may change, so each analysis of the model and guide checks them again.
 
-        :param runs: the runs of the step; empty for bounds per datum.
+        :param runs: the runs of the step.
         :param weighs: returns whether a site of the guide is part of a weight, and the objective is
             not a mean of log weights.
         """
+        collected, analysis = collects_parameters(), self._analyses.of(programs)
+
+        def concerns(_: Site, site: Site) -> bool:
+            return weighs(site) and counted_values(site) is not None
+
+        masks = mask_key(programs, runs[0], analysis, concerns) if runs else None
         if is_recording():
             return  # the uncompiled steps before the recording were checked
-        collected = collects_parameters()
 
         def find_problems() -> None:
             self._check(programs, runs[:1] or [single_run(programs)], collected, weighs)
 
-        self._analyses.of(programs).cached(("warnings", collected), find_problems)
+        analysis.cached(("warnings", collected), find_problems)
+        if masks is not None:
+            key = "unweighed", masks
+            analysis.cached(key, lambda: check_unweighed(programs, runs[0], weighs))
 
     def _check(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
@@ -365,7 +390,6 @@ class ModelWarnings:
             drawn = [t for t in run.terms if t.in_guide and is_latent(t.site)]
             if drawn and not any(is_random(t.site) for t in drawn):
                 self._warn(_POINTS % drawn[0].key.name)
-            check_unweighed(programs, run, weighs)
             for names_and_size in _without_plate(drawn, run):
                 _logger.info(_ONE_DATUM, *names_and_size)
             scale = common_scale(run.terms)
@@ -612,12 +636,30 @@ class MonteCarloELBO(FixedOptions, ELBO):
         series with an AutoGuide. The model then counts their prior. This does not change the
         evidence, and without it nothing would limit the guide's entropy.
         """
-        names, model = self.sampler.analyses.of(programs).get(_COUNTED, (None, None))
-        if names is None:
-            return self._first_counted(programs)
-        if names:
-            programs = replace(programs, model=model)
-        return programs, self._estimate_of(programs)
+        analysis = self.sampler.analyses.of(programs)
+        used: _Counted | None = analysis.get(_COUNTED)
+        # Masks change from step to step. A step that counted other priors than its masks ask for
+        # is repeated.
+        with rewindable(used is None or used.masks is not None) as rewind:
+            counted, estimate, found = self._estimate_counted(programs, used, analysis)
+            if found.names != (used.names if used else frozenset()):
+                rewind()
+                counted, estimate, _ = self._estimate_counted(programs, found, analysis)
+            return counted, estimate
+
+    def _estimate_counted(
+        self, programs: Programs, used: _Counted | None, analysis: Analysis
+    ) -> tuple[Programs, Estimate, _Counted]:
+        """Return the estimate with some priors counted, and the priors that its masks ask for."""
+        model = None if used is None else used.model
+        counted = programs if model is None else replace(programs, model=model)
+        estimate = self._estimate_of(counted)
+        if used is not None and (is_recording() or not estimate.runs):
+            return counted, estimate, used
+        run = estimate.runs[0] if estimate.runs else single_run(programs)
+        found = self._find_counted(programs, run, analysis)
+        analysis.put(_COUNTED, found)
+        return counted, estimate, found
 
     def _estimate_of(self, programs: Programs) -> Estimate:
         estimate: object = self.estimate(programs)
@@ -628,22 +670,19 @@ class MonteCarloELBO(FixedOptions, ELBO):
             )
         return estimate
 
-    def _first_counted(self, programs: Programs) -> tuple[Programs, Estimate]:
-        """Find the latents whose prior the model counts, and repeat the step if there are some."""
-        analysis = self.sampler.analyses.of(programs)
-        with rewindable(True) as rewind:
-            estimate = self._estimate_of(programs)
-            run = estimate.runs[0] if estimate.runs else single_run(programs)
-            masks = masked_latents(programs, run).unread
-            names = frozenset(n for n, guide_mask in masks.items() if guide_mask is None)
-            before, model = analysis.before(_COUNTED, (names, None))
-            if names and (model is None or names != before):
-                model = with_priors(programs.model, dict.fromkeys(names))
-            analysis.put(_COUNTED, (names, model))
-            if not names:
-                return programs, estimate
-            rewind()
-            return self._counted(programs)
+    def _find_counted(self, programs: Programs, run: Run, analysis: Analysis) -> _Counted:
+        """Return the latents whose prior the model counts, for the masks of a run."""
+        masks = mask_key(programs, run, analysis, lambda site, _: own_mask(site) is not None)
+        key = "counted", masks
+        unread = analysis.cached(key, lambda: masked_latents(programs, run).unread)
+        names = frozenset(n for n, guide_mask in unread.items() if guide_mask is None)
+        if not names:
+            return _Counted(masks, names, None)
+        # The same model again, whose analyses are kept.
+        key = "with priors", names
+        before = analysis.before(key)
+        make = partial(with_priors, programs.model, dict.fromkeys(names))
+        return _Counted(masks, names, analysis.cached(key, (lambda: before) if before else make))
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
@@ -781,5 +820,5 @@ class MonteCarloELBO(FixedOptions, ELBO):
                     f"or make the estimate by local_estimate"
                 )
             bounds = make_bounds()
-            self._warnings.check(programs, [], self._weighs)
+            self._warnings.check(programs, estimate.runs, self._weighs)
         return bounds

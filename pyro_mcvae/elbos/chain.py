@@ -202,7 +202,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         self.kernel.check_transitions(self.num_steps)
         self._sized = [m for m in self.kernel.modules() if isinstance(m, SizedByChain)]
         self.last_step: ChainRecord | None = None
-        self._num_trained, self._warned = 0, False
+        self._warned = False
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         self.joint, self.baseline = joint, baseline
@@ -251,6 +251,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             if wanted and any(p.requires_grad for p in self.parameters()):
                 self.add_to_store()
             chain = self._run(density, slots)
+            self._smoothness.add(density.log_weight)  # for the steps to come
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
             surrogate = self._surrogate(density, chain, slots, bound) if wanted else bound
@@ -258,7 +259,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             if wanted:
                 cost = partial(self._cost, density, chain, slots)
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
-                estimate.finish = partial(self._adapt, chain)
+                estimate.finish = partial(self._adapt, programs, chain)
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
         estimate.visited = density.visited
         return estimate
@@ -290,10 +291,11 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         # Whether gradients that move the chain are differentiated again, in training steps.
         twice = self.kernel.needs_gradient and not reweighted
         widths = self._smoothness.widths(programs) if twice else None
+        finder = self._smoothness.finder(programs) if twice else None
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
             arguments = self.sampler, programs, self.coordinates, gradient
-            log_weight = LogWeight(*arguments, begin=draws, widths=widths)
+            log_weight = LogWeight(*arguments, begin=draws, widths=widths, finder=finder)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
@@ -306,7 +308,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        again = twice and self._smoothness.check(log_weight, self.kernel)
+        again = self._smoothness.add(log_weight)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _claim_kernel(self) -> None:
@@ -366,8 +368,9 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             return log_mean_exp(log_weight)
         return log_weight.squeeze(0) if len(log_weight) == 1 else log_weight.mean(0)
 
-    def _adapt(self, chain: Chain) -> None:
-        self._check_moves(chain)
+    def _adapt(self, programs: Programs, chain: Chain) -> None:
+        if not is_recording():
+            self._check_moves(chain, self.sampler.analyses.of(programs).uses)
         step_size = self.kernel.step_size
         if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
             return  # nothing to adapt, and no need to wait for other ranks
@@ -376,14 +379,17 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             acceptance, gradient = self._over_ranks(acceptance, gradient)
         step_size.update(acceptance, gradient)
 
-    def _check_moves(self, chain: Chain) -> None:
-        """Warn once if moves go so far that they would hardly ever be accepted."""
-        self._num_trained += 1
-        count, step = self._num_trained, self.last_step
+    def _check_moves(self, chain: Chain, count: int) -> None:
+        """
+        Warn once if moves go so far that they would hardly ever be accepted.
+
+        :param int count: the number of steps until now.
+        """
+        step = self.last_step
         adapts = type(self.kernel.step_size).update is not StepSize.update
         first = _FIRST_CHECK_IF_ADAPTIVE if adapts else _FIRST_CHECK
         due = count >= first and count & (count - 1) == 0 and not self._warned
-        if not due or step is None or not step.acceptance.numel() or is_recording():
+        if not due or step is None or not step.acceptance.numel():
             return
         acceptance = step.acceptance.max() if self.kernel.adjusted else step.acceptance.min()
         if float(acceptance) >= _LEAST_ACCEPTANCE:

@@ -616,9 +616,7 @@ class ModelComparison(dict[str, LogEvidence]):
         return [
             n
             for n, e in self.items()
-            if bool(e.unreliable.any())
-            or fraction(~has_light_tail(e, 0.7)) > _FEW
-            or (e.labellings is not None and e.labellings.added is None)
+            if bool(e.unreliable.any()) or fraction(~has_light_tail(e, 0.7)) > _FEW
         ]
 
     @property
@@ -651,7 +649,7 @@ class ModelComparison(dict[str, LogEvidence]):
         if doubtful:
             said.append(
                 f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
-                f"within its error; or labellings that are not drawn)"
+                f"within its error)"
                 f"{', and may be the highest' if doubtful_others else ''}. Longer annealed chains "
                 f"(schedule=), more draws or a better guide come closer."
             )

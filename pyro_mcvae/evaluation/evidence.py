@@ -163,7 +163,7 @@ class LogEvidence:
     @property
     def added(self) -> float:
         """Return the nats that were added for labellings that the guide does not draw."""
-        return (self.labellings and self.labellings.added) or 0.0
+        return 0.0 if self.labellings is None else self.labellings.added
 
     @property
     def mean(self) -> Tensor:
@@ -447,13 +447,8 @@ def estimate(
     if summary.count < num_particles:
         weights.clock.warn(f"{summary.count} of {num_particles} particles")
     annealing, bound = weights.annealing, summary.mean_log.to(weights.reference.log_weight.dtype)
-    labellings = None
-    if all_labellings:
-        try:
-            labellings = find_labellings(weights, summary.count)
-        except OutOfTimeError:
-            weights.clock.warn("no search for exchangeable components, whose labellings may add")
-    added = 0.0 if labellings is None else labellings.added or 0.0
+    labellings = find_labellings(weights) if all_labellings else None
+    added = 0.0 if labellings is None else labellings.added
     return LogEvidence(
         (summary.log_mean + added).to(bound.dtype),
         summary.standard_error.to(bound.dtype),

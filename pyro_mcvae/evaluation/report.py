@@ -204,13 +204,7 @@ class Report:
         length agree. It never holds if :math:`\hat k` is above 0.7, or the effective sample size
         below 10, for more than a twentieth of the weights.
         """
-        labellings = self.evidence.labellings
-        open_ended = labellings is not None and labellings.added is None
-        if (
-            self.misses
-            or open_ended
-            or fraction(self.evidence.unreliable | self.evidence.few) > _FEW
-        ):
+        if self.misses or fraction(self.evidence.unreliable | self.evidence.few) > _FEW:
             return False
         return _is_sure(self.evidence) or (
             len(self.chains) > 1 and _agree(self.chains[-2], self.chains[-1])

@@ -15,13 +15,17 @@ rule that fits:
 What Python reads (``item``, ``if``, a shape that depends on values) decides about everything that
 follows. Its bits are in :attr:`Marks.control` from then on. The marks may have too many bits, but
 never too few, unless a program uses the memory of a tensor behind PyTorch's back.
+
+A value that is piecewise constant in a draw, such as its rounded value, also has its steps: the
+operators whose jumps a gradient omits (:attr:`Marks.steps`). A value whose derivative jumps has its
+corners (:attr:`Marks.corners`).
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -32,6 +36,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_mcvae.ops.smoothing import SMOOTHED
 
 # Bits in each 64-bit word of a mask; the sign bit is not used.
 WORD = 62
@@ -89,10 +95,12 @@ def _broadcast(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
 class _Shadow:
     """The bits of the entries of one storage, ``[words, entries]`` of ``itemsize`` bytes each."""
 
-    def __init__(self, storage: torch.UntypedStorage, itemsize: int, words: int) -> None:
-        count = -(-storage.nbytes() // itemsize)
-        self.itemsize = itemsize
-        self.mask = torch.zeros(words, count, dtype=torch.int64, device=storage.device)
+    def __init__(self, tensor: Tensor, words: int) -> None:
+        self.itemsize = tensor.element_size()
+        count = -(-tensor.untyped_storage().nbytes() // self.itemsize)
+        self.steps: frozenset[Step] = frozenset()
+        self.corners: frozenset[Step] = frozenset()
+        self.mask = torch.zeros(words, count, dtype=torch.int64, device=tensor.device)
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the mask of a tensor of this storage; writes to it are kept."""
@@ -111,6 +119,20 @@ class _Shadow:
             self.mask = torch.nn.functional.pad(self.mask, (0, missing))
         shape = (self.mask.shape[0], *tensor.shape)
         return self.mask.as_strided(shape, (self.mask.stride(0), *strides), offset)
+
+
+class Step(NamedTuple):
+    """
+    An operator whose result is piecewise constant in draws.
+
+    :ivar operator: its name.
+    :ivar line: the line of the program.
+    :ivar bits: those of the draws.
+    """
+
+    operator: str
+    line: str
+    bits: int
 
 
 class Draw(NamedTuple):
@@ -160,6 +182,7 @@ class Marks(TorchDispatchMode):
     :ivar channels: for each batch normalization, the shape of its input from the channels' dim on,
         and the bit of its result.
     :ivar unknown: names of operators without a rule that received marks.
+    :ivar smooth: the bits of draws that a gradient is taken through.
     """
 
     def __init__(
@@ -180,7 +203,9 @@ class Marks(TorchDispatchMode):
         self.batches: list[str] = []
         self.batch_bit = self.new_bits()
         self.channels: list[tuple[tuple[int, ...], int]] = []
+        self.smooth = 0
         self.at_site = False
+        self.smoothed = False
         self.checking = False
 
     def __enter__(self) -> Marks:
@@ -227,6 +252,25 @@ class Marks(TorchDispatchMode):
                 total |= bits_of(self.mask(tensor))
         return total
 
+    def steps(self, value: object) -> frozenset[Step]:
+        """Return the steps through which a tensor depends on draws, if on nothing else of them."""
+        found = self._shadow(value)
+        return frozenset() if found is None else found.steps
+
+    def corners(self, value: object) -> frozenset[Step]:
+        """
+        Return the operators at which the derivative of a tensor jumps with draws.
+
+        Those that chains smooth are left out; see :mod:`pyro_mcvae.ops.smoothing`.
+        """
+        found = self._shadow(value)
+        return frozenset() if found is None else found.corners
+
+    def _shadow(self, value: object) -> _Shadow | None:
+        key = _storage_key(value) if isinstance(value, Tensor) else None
+        found = None if key is None else self._shadows.get(key)
+        return None if found is None else found[1]
+
     def write(self, tensor: Tensor, mask: Tensor | int) -> None:
         """Set the mask of a tensor: of its shape, or one that broadcasts to it."""
         key = _storage_key(tensor)
@@ -238,7 +282,7 @@ class Marks(TorchDispatchMode):
         if key not in self._shadows:
             storage = tensor.untyped_storage()
             dead = weakref.ref(storage, lambda _: self._shadows.pop(key, None))
-            self._shadows[key] = dead, _Shadow(storage, tensor.element_size(), self.words)
+            self._shadows[key] = dead, _Shadow(tensor, self.words)
         view = self._shadows[key][1].view(tensor)
         repeated = [d + 1 for d, s in enumerate(tensor.stride()) if s == 0 and tensor.shape[d] > 1]
         if repeated:  # an expanded tensor has one entry for many
@@ -272,6 +316,14 @@ class Marks(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # without autograd, which would take them apart
+            super().__enter__()
+            try:
+                parts = func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
+            if parts is not NotImplemented:
+                return parts
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         masks = {}
         for tensor in tensors:
@@ -291,7 +343,7 @@ class Marks(TorchDispatchMode):
             bits = self.bits(*call.read_values)
             if self.read(bits, call.is_branch) and call.is_branch and self._other_branch(bits):
                 return not func(*args, **kwargs)
-        inputs = call.kept_inputs()
+        inputs, (steps, corners) = call.kept_inputs(), self._kept_steps(tensors, masks)
         result = func(*args, **kwargs)
         results = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
         draw = self._record(call, result) if is_draw else 0
@@ -306,7 +358,51 @@ class Marks(TorchDispatchMode):
                     continue
                 extra = mask_of_bits(draw, self.words, tensor)
                 self.write(tensor, extra if mask is None else mask | extra)
+                if (shadow := self._shadow(tensor)) is not None:
+                    new = self._new_steps(call, tensor)
+                    is_corner = call.name in _CORNERS and tensor.is_floating_point()
+                    shadow.steps = steps if is_corner else steps | new
+                    shadow.corners = corners | new if is_corner else corners
         return result
+
+    def _kept_steps(
+        self, tensors: Sequence[Tensor], masks: Mapping[int, Tensor]
+    ) -> tuple[frozenset[Step], frozenset[Step]]:
+        """
+        Return the steps of inputs that no input depends on otherwise, and the corners.
+
+        The product of z and its sign, for example, has a gradient, which jumps.
+        """
+        none = frozenset[Step]()
+        all_steps = none.union(*map(self.steps, tensors))
+        corners = none.union(*map(self.corners, tensors))
+        if not all_steps:
+            return none, corners
+        smooth = 0
+        for tensor in tensors:
+            stepwise = 0
+            for step in self.steps(tensor):
+                stepwise |= step.bits
+            smooth |= bits_of(masks.get(id(tensor))) & ~stepwise
+        kept = frozenset(step for step in all_steps if not step.bits & smooth)
+        return kept, corners | (all_steps - kept)
+
+    def _new_steps(self, call: _Call, result: Tensor) -> frozenset[Step]:
+        """Return the step or corner of an operator of the program."""
+        floats = result.is_floating_point() or result.is_complex()
+        is_corner = call.name in _CORNERS and not self.smoothed
+        if (
+            not self.smooth
+            or self.at_site
+            or (floats and call.name not in _STEPS and not is_corner)
+        ):
+            return frozenset()
+        bits = 0
+        for tensor in call.tensors:
+            if tensor.requires_grad:
+                bits |= bits_of(call.masks.get(id(tensor))) & self.smooth
+        line = self.line() if bits else None
+        return frozenset() if line is None else frozenset([Step(call.name, line, bits)])
 
     def _record(self, call: _Call, result: Any) -> int:
         """Record a draw outside sample sites, repeat a recorded one, and return its bit."""
@@ -390,7 +486,15 @@ class _Outside(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif func in _INDEXED and (bits := self._marks.bits(_positions(args[1]))):
             return self._index(func, args, bits)
-        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "").strip("_")
+        before, self._marks.smoothed = (
+            self._marks.smoothed,
+            self._marks.smoothed or (name in SMOOTHED and torch.is_grad_enabled()),
+        )
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._marks.smoothed = before
         if func in _FINITE:
             # A batch is finite if all entries are, and a program stops otherwise.
             self._marks.clear(result)
@@ -421,6 +525,16 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# Operators whose floating-point results are piecewise constant.
+_STEPS = _names("round floor ceil trunc fix sign sgn heaviside floor_divide")
+# Operators whose derivative jumps.
+_CORNERS = _names(
+    "abs relu clamp clamp_min clamp_max maximum minimum fmax fmin max min amax amin sort topk "
+    "median nanmedian mode kthvalue cummax cummin leaky_relu hardtanh hardsigmoid hardswish "
+    "hardshrink softshrink threshold prelu _prelu_kernel rrelu_with_noise elu "
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d "
+    "fractional_max_pool2d"
+)
 # Results depend on the shape, dtype or device of their inputs only.
 _OPTIONS = _names(
     "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros "
@@ -442,6 +556,7 @@ _MOVED = {
     **dict.fromkeys(("cat", "stack", "hstack", "vstack", "_cat"), (0,)),
     **dict.fromkeys(("slice_scatter", "select_scatter", "diagonal_scatter"), (0, 1)),
     **dict.fromkeys(("as_strided_scatter",), (0, 1)),
+    "index_copy": (0, 3),
     **dict.fromkeys(
         _names(
             "as_strided diag_embed diagonal_copy expand_copy flip permute_copy pixel_shuffle "
@@ -451,7 +566,8 @@ _MOVED = {
             "native_channel_shuffle slice_backward select_backward diagonal_backward "
             "unfold_backward constant_pad_nd index_fill trace_copy squeeze_copy unsqueeze_copy "
             "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-            "replication_pad2d replication_pad3d"
+            "replication_pad2d replication_pad3d alias_copy lift_fresh_copy as_strided_copy "
+            "narrow_copy unbind_copy block_diag"
         ),
         (0,),
     ),
@@ -471,7 +587,8 @@ _SCANS = _names("cumsum cumprod logcumsumexp cummax cummin")
 _PRODUCTS = _names("mm bmm addmm baddbmm mv addmv dot vdot linear _cdist_forward addbmm")
 _PER_ITEM = ("conv", "max_pool", "avg_pool", "upsample", "grid_sampler", "native_group_norm")
 _PER_ITEM_NAMES = _names(
-    "im2col _convolution mkldnn_convolution cudnn_convolution thnn_conv2d slow_conv3d "
+    "im2col col2im affine_grid_generator max_unpool2d max_unpool3d nll_loss2d_forward "
+    "_convolution mkldnn_convolution cudnn_convolution thnn_conv2d slow_conv3d "
     "_thnn_fused_lstm_cell _thnn_fused_gru_cell _upsample_bilinear2d_aa _adaptive_avg_pool2d "
     "_adaptive_avg_pool3d fractional_max_pool2d"
 )
@@ -488,8 +605,8 @@ _MATRIX_NAMES = _names(
 )
 _BY_NAN = _names(
     "_cudnn_rnn miopen_rnn _trilinear scatter_add index_add _pdist_forward "
-    "scatter_reduce index_reduce embedding_dense_backward _segment_reduce segment_reduce "
-    "convolution_backward addr"
+    "scatter_reduce index_reduce masked_scatter embedding_dense_backward _segment_reduce "
+    "segment_reduce convolution_backward addr"
 )
 _LOSSES = _names(
     "binary_cross_entropy binary_cross_entropy_with_logits mse_loss huber_loss smooth_l1_loss "
@@ -501,8 +618,9 @@ _READS = _names("_local_scalar_dense equal is_nonzero item")
 
 @cache
 def _is_pointwise(packet: Any) -> bool:
-    """Return whether an operator is pointwise; not all of its overloads are tagged."""
-    overloads = (getattr(packet, name) for name in packet.overloads())
+    """Return whether an operator is pointwise; not all overloads and forms in place are tagged."""
+    base = getattr(torch.ops.aten, packet.__name__.rstrip("_"), packet)
+    overloads = (getattr(p, name) for p in (packet, base) for name in p.overloads())
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
@@ -525,7 +643,7 @@ class _Call:
         masks: dict[int, Tensor],
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self._marks, self._tensors, self._masks = marks, tensors, masks
+        self._marks, self.tensors, self.masks = marks, tensors, masks
         name = func._schema.name.split("::")[-1]
         mutable = func._schema.is_mutable
         self.name = name[:-1] if mutable and name.endswith("_") else name
@@ -541,12 +659,12 @@ class _Call:
 
     def is_marked(self, value: object) -> bool:
         return isinstance(value, Tensor) and bool(
-            id(value) in self._masks and self._masks[id(value)].any()
+            id(value) in self.masks and self.masks[id(value)].any()
         )
 
     def _mask(self, value: Tensor) -> Tensor:
         """Return the mask of an input, with zeros for an unmarked one."""
-        found = self._masks.get(id(value))
+        found = self.masks.get(id(value))
         return self._zeros(value) if found is None else found
 
     def _zeros(self, value: Tensor) -> Tensor:
@@ -557,14 +675,14 @@ class _Call:
         """Return the union of all bits of a value: shape ``[words]``."""
         total = None
         for tensor in tree_leaves(value):
-            mask = self._masks.get(id(tensor)) if isinstance(tensor, Tensor) else None
+            mask = self.masks.get(id(tensor)) if isinstance(tensor, Tensor) else None
             if mask is not None:
                 one = union(mask.flatten(1), [1]).squeeze(1) if mask.dim() > 1 else mask
                 total = one if total is None else total | one.to(total.device)
         return torch.zeros(self._words, dtype=torch.int64) if total is None else total
 
     def _everything(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        one = self._one(self._tensors)
+        one = self._one(self.tensors)
         return [one.to(r.device).reshape(-1, *[1] * r.dim()).expand(-1, *r.shape) for r in results]
 
     @property
@@ -593,17 +711,17 @@ class _Call:
 
     @property
     def read_values(self) -> list[Tensor]:
-        return self._bool_index if self.name in ("index", "_unsafe_index") else self._tensors
+        return self._bool_index if self.name in ("index", "_unsafe_index") else self.tensors
 
     def is_written(self, result: Tensor) -> bool:
-        return self.func._schema.is_mutable and any(result is t for t in self._tensors)
+        return self.func._schema.is_mutable and any(result is t for t in self.tensors)
 
     def is_view(self, result: Tensor) -> bool:
         """Return whether a result shares the storage of an input that was not written."""
         if self.is_written(result):
             return False
         key = _storage_key(result)
-        return any(_storage_key(t) == key for t in self._tensors)
+        return any(_storage_key(t) == key for t in self.tensors)
 
     def kept_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return copies of the arguments before they are overwritten, if a rule needs them."""
@@ -611,10 +729,10 @@ class _Call:
             return None
         if not self.func._schema.is_mutable:
             return self.args, self.kwargs
-        copies = {id(t): t.clone() for t in self._tensors}
-        for tensor in self._tensors:
-            if id(tensor) in self._masks:
-                self._masks[id(copies[id(tensor)])] = self._masks[id(tensor)]
+        copies = {id(t): t.clone() for t in self.tensors}
+        for tensor in self.tensors:
+            if id(tensor) in self.masks:
+                self.masks[id(copies[id(tensor)])] = self.masks[id(tensor)]
         self._copies = copies
         return tree_map(lambda v: copies.get(id(v), v), (self.args, self.kwargs))
 
@@ -622,7 +740,7 @@ class _Call:
 
     def masks_of(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the mask of each result, or None for no marks."""
-        if not self._masks or not results:
+        if not self.masks or not results:
             return [None for _ in results]
         rule = self._rule()
         if rule is None:
@@ -673,7 +791,7 @@ class _Call:
         return [None for _ in results]
 
     def _pointwise(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        masks = [self._masks[id(t)] for t in self._tensors if id(t) in self._masks]
+        masks = [self.masks[id(t)] for t in self.tensors if id(t) in self.masks]
         return [_broadcast(masks, r.shape) for r in results]
 
     def _loss(self, results: Sequence[Tensor]) -> list[Tensor | None]:
@@ -699,7 +817,7 @@ class _Call:
         """Return the moved marks; positions that depend on marks add theirs."""
         moving = [self.args[i] for i in _MOVED[self.name] if i < len(self.args)]
         data = {id(t) for t in tree_leaves(moving) if isinstance(t, Tensor)}
-        steering = [t for t in self._tensors if id(t) not in data and self.is_marked(t)]
+        steering = [t for t in self.tensors if id(t) not in data and self.is_marked(t)]
         if steering:
             return self._steered()
         names = [a.name for a in self.func._schema.arguments]
@@ -753,7 +871,7 @@ class _Call:
         marked = [i for i in indices if self.is_marked(i)]
         shape = torch.broadcast_shapes(*(i.shape for i in indices if i is not None))
         wide = torch.broadcast_tensors(torch.empty(shape, device=data.device), *marked)[0].shape
-        union_of = _broadcast([self._masks[id(i)] for i in marked], wide)
+        union_of = _broadcast([self.masks[id(i)] for i in marked], wide)
         assert union_of is not None
         at = [d for d, i in enumerate(indices) if i is not None]
         adjacent = at == list(range(at[0], at[-1] + 1))
@@ -874,9 +992,9 @@ class _Call:
             at = 0
         if self.name in ("renorm", "_weight_norm_interface"):
             return self._everything(results)
-        inputs = [t for t in self._tensors if id(t) in self._masks]
+        inputs = [t for t in self.tensors if id(t) in self.masks]
         dims: Sequence[Any] = at if isinstance(at, list | tuple) else [at]
-        parts = [union(self._masks[id(t)], [_inner(d, t.dim()) for d in dims]) for t in inputs]
+        parts = [union(self.masks[id(t)], [_inner(d, t.dim()) for d in dims]) for t in inputs]
         return [_broadcast(parts, r.shape) for r in results]
 
     def _scanned(self, results: Sequence[Tensor]) -> list[Tensor | None]:
@@ -921,12 +1039,13 @@ class _Call:
         total = torch.zeros(self._words, 1, dtype=torch.int64, device=self.args[0].device)
         for i, value in enumerate(self.args):
             for t in tree_leaves(value):
-                if not isinstance(t, Tensor) or id(t) not in self._masks:
+                if not isinstance(t, Tensor) or id(t) not in self.masks:
                     continue
                 batched = i == 0 or (
-                    self.name.startswith(("grid_sampler", "_thnn")) and t.shape[0] == count
+                    self.name.startswith(("grid_sampler", "_thnn", "nll_loss2d", "max_unpool"))
+                    and t.shape[0] == count
                 )
-                mask = self._masks[id(t)]
+                mask = self.masks[id(t)]
                 part = mask.flatten(2) if batched and mask.dim() > 2 else mask
                 part = union(part, range(2, part.dim())) if batched else union(mask.flatten(1), [1])
                 total = total | part.reshape(self._words, -1)
@@ -1005,13 +1124,13 @@ class _Call:
 
     def _matrices(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the union for each matrix of a batch."""
-        inputs = [t for t in self._tensors if id(t) in self._masks]
-        deepest = max(t.dim() for t in self._tensors)
+        inputs = [t for t in self.tensors if id(t) in self.masks]
+        deepest = max(t.dim() for t in self.tensors)
         parts = []
         for t in inputs:
             # A right side may be a batch of vectors.
             inner = 2 if t.dim() >= deepest or t.dim() >= 3 else t.dim()
-            part = union(self._masks[id(t)], range(1 + max(t.dim() - inner, 0), 1 + t.dim()))
+            part = union(self.masks[id(t)], range(1 + max(t.dim() - inner, 0), 1 + t.dim()))
             parts.append(part.reshape(*part.shape[: part.dim() - inner], 1, 1))
         batch = torch.broadcast_shapes(*(p.shape[1:-2] for p in parts))
         whole = _broadcast(parts, torch.Size((*batch, 1, 1)))
@@ -1028,7 +1147,7 @@ class _Call:
     def _attention(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         query, key, value = self.args[:3]
         around = [union(self._mask(t), [-1, -2]) for t in (key, value)]
-        others = self._one([t for t in self._tensors if all(t is not a for a in self.args[:3])])
+        others = self._one([t for t in self.tensors if all(t is not a for a in self.args[:3])])
         rows = union(self._mask(query), [-1])
         parts = [rows, *around, others.reshape(-1, *[1] * query.dim())]
         first = _broadcast(parts, results[0].shape)
@@ -1054,11 +1173,11 @@ class _Call:
 
     def _by_nan(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the marks that NaN in the entries of each bit reaches."""
-        if any(not t.is_floating_point() for t in self._tensors if self.is_marked(t)):
+        if any(not t.is_floating_point() for t in self.tensors if self.is_marked(t)):
             raise ValueError
         assert self.inputs is not None
         args, kwargs = self.inputs
-        every = bits_of(self._one(self._tensors))
+        every = bits_of(self._one(self.tensors))
         masks = [self._zeros(r) for r in results]
         for place in range(every.bit_length()):
             if not every >> place & 1:
@@ -1068,7 +1187,7 @@ class _Call:
             def poisoned(value: Any, word: int = word, bit: int = bit) -> Any:
                 if not isinstance(value, Tensor):
                     return value
-                mask, copy = self._masks.get(id(value)), value.detach().clone()
+                mask, copy = self.masks.get(id(value)), value.detach().clone()
                 if mask is None:
                     return copy
                 return copy.masked_fill((mask[word] >> bit & 1).bool(), math.nan)

@@ -10,8 +10,9 @@ from inspect import signature
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
+import pyro
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.backends import cuda
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -80,11 +81,6 @@ class Place(NamedTuple):
     line: int
     module: nn.Module | None
 
-    @property
-    def in_density(self) -> bool:
-        """Return whether it is in a distribution; many of these have kinks that cancel."""
-        return f"{os.sep}distributions{os.sep}" in self.code.co_filename
-
 
 # The width of each kink of an operation, by place; None for kinks that need no smoothing.
 Widths = Mapping[Place, tuple[float | None, ...]]
@@ -108,9 +104,11 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
 
         >>> from pyro_mcvae.ops.smoothing import KinkFinder, smoothed, smoothed_gradients
         >>> z, relu = torch.tensor([-0.1, 0.1, 2.0], requires_grad=True), torch.nn.ReLU()
-        >>> with KinkFinder() as finder:
+        >>> finder = KinkFinder()
+        >>> with finder:
         ...     y = relu(z)
-        >>> with smoothed({place: (0.1,) for place in finder.results}):
+        >>> finder.collect(y, [z])
+        >>> with smoothed({place: (0.1,) for place in finder.widths()}):
         ...     y = relu(z)
         >>> with smoothed_gradients():
         ...     drift, = torch.autograd.grad(y.sum(), z, create_graph=True)
@@ -245,42 +243,76 @@ class _Smoothing(_Mode):
         return exact if surrogate is None else cast(Tensor, _Switch.apply(exact, surrogate))
 
 
+def _codes(*owners: object) -> frozenset[CodeType]:
+    functions = (f for owner in owners for f in vars(owner).values())
+    return frozenset(f.__code__ for f in functions if isinstance(f, FunctionType))
+
+
+# Densities whose kinks cancel: those of max(x, 0) and log(1 + exp(-|x|)), for example.
+_CANCEL = _codes(
+    *(distributions.binomial, distributions.Binomial, distributions.ContinuousBernoulli),
+    *(pyro.distributions.torch, pyro.distributions.Binomial),
+)
+
+
 class KinkFinder(_Mode):
     """
     Finds the operations with kinks in programs that run inside.
 
-    :ivar results: for each call, by place, the result and the argument of each kink.
+    Example::
+
+        >>> from pyro_mcvae.ops.smoothing import KinkFinder
+        >>> z = torch.tensor([-0.1, 0.1, 2.0], requires_grad=True)
+        >>> finder = KinkFinder()
+        >>> with finder:
+        ...     y = torch.relu(z) + (z + 5.0).abs()
+        >>> finder.collect(y, [z])
+        >>> [(place.name, width) for place, width in finder.widths().items()]
+        [('relu', (0.015625,))]
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.results: dict[Place, list[tuple[Tensor, list[Tensor]]]] = {}
+        # For each call, by place: the result, and the argument of each kink.
+        self._calls: list[tuple[Place, Tensor, list[Tensor]]] = []
+        # By place, for each kink: its arguments that depended on positions.
+        self._seen: dict[Place, dict[int, list[Tensor]]] = {}
+
+    def is_smoothed(self, place: Place) -> bool:
+        return place.code not in _CANCEL
 
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         hinges = _Hinges()
         with torch._C.DisableTorchFunction():
             has_kinks = smooth(hinges) is not None
         if has_kinks:
-            arguments = list(map(_unwrapped, hinges.arguments))
-            self.results.setdefault(place, []).append((_unwrapped(exact), arguments))
+            self._calls.append((place, _unwrapped(exact), list(map(_unwrapped, hinges.arguments))))
         return exact
 
-    def widths(self, log_weight: Tensor, position: Tensor) -> dict[Place, tuple[float | None, ...]]:
+    def collect(self, value: Tensor, positions: list[Tensor]) -> None:
         """
-        Return the widths of the kinks at which the gradient of a log weight jumps.
+        Keep the arguments of the kinks that a value depends on.
 
-        :param log_weight: the log weight, computed inside this context.
-        :param position: the position at which it is differentiated.
+        :param value: a log weight, computed inside this context since the last call.
+        :param positions: the positions at which it is differentiated.
         """
-        results = [y for calls in self.results.values() for y, _ in calls if y.requires_grad]
-        grads = _gradients(log_weight, results)
+        results = [y for _, y, _ in self._calls if y.requires_grad]
+        grads = _gradients(value, results)
         used = {
             id(y) for y, g in zip(results, grads, strict=True) if g is not None and bool(g.any())
         }
+        moving = [p for p in positions if p.requires_grad]
+        for place, result, arguments in self._calls:
+            for i, d in enumerate(arguments) if id(result) in used else ():
+                if any(g is not None for g in _gradients(d, moving)):
+                    self._seen.setdefault(place, {}).setdefault(i, []).append(d.detach())
+        self._calls.clear()
+
+    def widths(self) -> dict[Place, tuple[float | None, ...]]:
+        """Return the widths of the kinks at which gradients jump between the positions."""
         widths = dict[Place, tuple[float | None, ...]]()
-        for place, calls in self.results.items():
-            kinks = zip(*(ds for y, ds in calls if id(y) in used), strict=False)
-            width = tuple(_width(ds, position) for ds in kinks)
+        for place, kinks in self._seen.items():
+            width = tuple(_width(kinks.get(i, [])) for i in range(1 + max(kinks)))
             if any(width):
                 widths[place] = width
         return widths
@@ -292,12 +324,11 @@ def _gradients(value: Tensor, inputs: list[Tensor]) -> tuple[Tensor | None, ...]
     return torch.autograd.grad(value.sum(), inputs, retain_graph=True, allow_unused=True)
 
 
-def _width(arguments: tuple[Tensor, ...], position: Tensor) -> float | None:
-    """Return the width of a kink, if arguments that depend on the position lie on both sides."""
-    moving = [d for d in arguments if _gradients(d, [position])[0] is not None]
-    if not moving:
+def _width(arguments: list[Tensor]) -> float | None:
+    """Return the width of a kink, if its arguments lie on both sides."""
+    if not arguments:
         return None
-    d = torch.cat([d.detach().flatten() for d in moving])
+    d = torch.cat([d.flatten() for d in arguments])
     d = d[d.isfinite()].double()
     sides = d[d > 0], d[d < 0]
     if not all(map(len, sides)):
@@ -383,3 +414,6 @@ _OPERATIONS: dict[str, Callable[..., Tensor | None]] = {
     "min": _min,
     "amin": _min,
 }
+
+# The names of these operations.
+SMOOTHED = frozenset(_OPERATIONS)

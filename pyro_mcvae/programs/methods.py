@@ -22,6 +22,7 @@ def has_methods_of(fn: Distribution, *classes: type) -> bool:
     Example::
 
         >>> class Floor(dist.Categorical):
+        ...     __module__ = "my_program"
         ...     def log_prob(self, value):
         ...         return super().log_prob(value).clamp_min(-3.0)
         >>> has_methods_of(dist.Categorical(logits=torch.zeros(3)), dist.Categorical)

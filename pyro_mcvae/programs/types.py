@@ -31,6 +31,7 @@ class Site(TypedDict, total=False):
     infer: dict[str, Any]
     scale: float | Tensor
     mask: bool | Tensor | None
+    own_mask: Tensor | None  # the model's, where the package uses another one
     cond_indep_stack: tuple[CondIndepStackFrame, ...]
     done: bool
     stop: bool

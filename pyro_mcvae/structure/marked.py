@@ -26,7 +26,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.ops.marks import WORD, Draw, Marks, bits_of, mask_of_bits, union
+from pyro_mcvae.ops.marks import WORD, Draw, Marks, Step, bits_of, mask_of_bits, union
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.isolation import restored
@@ -34,12 +34,14 @@ from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, 
 from pyro_mcvae.programs.run import Programs, Run, run_pair
 from pyro_mcvae.programs.sites import (
     changed_draw,
+    is_delta,
     is_latent,
     is_random,
     is_scored,
     masked_entries,
     masks_of,
     observes_data,
+    reparameterized,
 )
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term, guide_term, model_term
@@ -150,6 +152,8 @@ class _Marker(Messenger):
             kept = before.shape[: before.dim() - event_dim]
             self.upstream[msg["name"]] = union(before.clone(), inner).reshape(kept)
         self.site_bits[msg["name"]] = bit = marks.new_bits()
+        if reparameterized(msg) and not is_delta(msg["fn"]):
+            marks.smooth |= bit
         batch = drawn.dim() - event_dim
         parts: list[tuple[int, _Code]] = []
         # A point mass is computed from other draws, and has their elements.
@@ -254,6 +258,9 @@ class MarkedRun:
     :ivar batches: the lines that normalize by the statistics of a batch of draws.
     :ivar batch_bit: the bit of what is normalized there.
     :ivar channels: the shapes and bits of batch normalizations; see :class:`.Marks`.
+    :ivar steps: for each factor that jumps with draws, the operators; see :attr:`.Marks.steps`.
+    :ivar corners: the operators at which derivatives of densities jump; see
+        :attr:`.Marks.corners`.
     :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
     :ivar error_alone: for a run with leading dims: the error of one without.
     """
@@ -275,6 +282,8 @@ class MarkedRun:
     batches: list[str]
     batch_bit: int
     channels: list[tuple[tuple[int, ...], int]]
+    steps: dict[FactorKey, frozenset[Step]]
+    corners: frozenset[Step]
     draws_on_host: bool
     error_alone: MarkedRunError | None = None
 
@@ -509,11 +518,12 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
                 log_prob = torch.as_tensor(terms[key].log_prob)
                 with marks.paused():
                     entries[key] = _counted(site, marks.mask(log_prob))
+                    entries[key] = _around(marks, site, entries[key], log_prob)
             except ValueError:
                 entries[key] = upstream  # a flow without an inverse
             own = (bits_of(upstream) & sites) | marker.site_bits.get(name, 0) if in_guide else 0
             control[key] = marks.control
-            whole[key] = own | marks.bits(site["scale"]) | masked[key]
+            whole[key] = own | (0 if key in terms else marks.bits(site["scale"]) | masked[key])
     marks.control = after
     reads = [Read(r.line, _names(marker, r.bits), r.is_branch) for r in marks.reads]
     return MarkedRun(
@@ -534,6 +544,8 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         marks.batches,
         marks.batch_bit,
         marks.channels,
+        {key: found for key, t in terms.items() if (found := marks.steps(t.log_prob))},
+        frozenset[Step]().union(*(marks.corners(t.log_prob) for t in terms.values())),
         marker.draws_on_host,
     )
 
@@ -551,6 +563,18 @@ def _counted(site: Site, mask: Tensor | None) -> Tensor | None:
     if mask is None or counted is None:
         return None if mask is None else mask.clone()
     return mask * torch.as_tensor(counted, device=mask.device)
+
+
+def _around(marks: Marks, site: Site, mask: Tensor | None, log_prob: Tensor) -> Tensor | None:
+    """Return the marks of a density with those of the scale and the masks around it."""
+    for value in (site["scale"], *masks_of(site)):
+        part = marks.mask(value) if isinstance(value, Tensor) else None
+        if part is not None:
+            shape = torch.broadcast_shapes(part.shape[1:], log_prob.shape)
+            part = part.reshape(-1, *[1] * (len(shape) - part.dim() + 1), *part.shape[1:])
+            part = part.expand(-1, *shape)
+            mask = part if mask is None else mask | part
+    return mask
 
 
 def _names(marker: _Marker, bits: int) -> frozenset[str]:

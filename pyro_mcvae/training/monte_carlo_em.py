@@ -409,9 +409,9 @@ class MonteCarloEM(ChainELBO):
         self.last_step = ChainRecord.of(chain, step_size, target.beta, slots)
         return chain
 
-    def _adapt(self, chain: Chain) -> None:
+    def _adapt(self, programs: Programs, chain: Chain) -> None:
         """Adapt the step size and store the positions of the chains after a successful step."""
-        super()._adapt(chain)
+        super()._adapt(programs, chain)
         sample, log_weight = self._latest
         del self._latest
         if self.states is not None and chain.infos:

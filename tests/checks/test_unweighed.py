@@ -216,24 +216,76 @@ def test_custom_objectives_and_draws_are_guarded_too():
         refine(*pair, num_samples=2)
 
 
-def test_masks_that_change_are_found_in_the_steps_to_come():
-    """The uses 1, 2, 4, 8, ... are checked."""
-    masks = iter([torch.ones(3, dtype=torch.bool)] * 12 + [KEPT] * 100)
-    mask = [next(masks)]
-    elbo = TraceIWAE_ELBO(3)
+def masked_by(mask, of_guide=True, read=lambda z: z, observed=lambda m: True):
+    """A program whose masks are the first entry of ``mask``; ``observed`` masks the data."""
 
-    def way(fn):
-        return fn, poutine.mask(mask=mask[0])
+    def model():
+        with pyro.plate("data", 3):
+            with poutine.mask(mask=mask[0]):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            with poutine.mask(mask=observed(mask[0])):
+                pyro.sample("x", dist.Normal(read(z), 1.0), obs=X)
 
-    pair = programs(way)
+    def guide():
+        with pyro.plate("data", 3), poutine.mask(mask=mask[0] if of_guide else True):
+            pyro.sample("z", dist.Normal(X / 2, 0.5**0.5))
 
-    def steps():
-        for _ in range(20):
+    return model, guide
+
+
+ALL = torch.ones(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("make", WEIGH)
+@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+def test_masks_that_change_are_found_at_once(make, steps):
+    mask, elbo = [ALL], WEIGH[make]()
+    pair = masked_by(mask)
+    for _ in range(steps):
+        assert math.isfinite(elbo.loss(*pair))
+    for mask[0] in (KEPT, ~KEPT, KEPT):
+        with pytest.raises(ValueError, match=READ):
             elbo.loss(*pair)
-            mask[0] = next(masks)
+    mask[0] = ALL
+    assert math.isfinite(elbo.loss(*pair))
 
-    with pytest.raises(ValueError, match=READ):
-        steps()
+
+@pytest.mark.parametrize("make", ["iwae", "joint", "renyi", "compiled"])
+@pytest.mark.parametrize("of_guide", [True, False])
+@pytest.mark.parametrize("first", [ALL, KEPT])
+def test_masks_of_padding_may_change_at_each_step(make, of_guide, first):
+    """A bound of the exact posterior: masks of the guide or none, whose prior the model counts."""
+    mask, elbo = [first], WEIGH[make]()
+    pair = masked_by(mask, of_guide, observed=lambda m: m)
+    fn = dist.Normal(0.0, 2**0.5)
+    for i in range(12):
+        mask[0] = ALL.clone() if i % 3 == 0 else torch.arange(3) != i % 3
+        exact = torch.where(mask[0], fn.log_prob(X), 0.0).sum()
+        if of_guide:
+            assert abs(-elbo.loss(*pair) - exact) < 1e-9
+
+
+@pytest.mark.parametrize("make", ["iwae", "sis", "compiled"])
+def test_products_with_masks_that_change_read_nothing(make):
+    mask, elbo = [ALL], WEIGH[make]()
+    pair = masked_by(mask, read=lambda z: z * mask[0])
+    for mask[0] in (ALL, KEPT, ~KEPT, ALL, KEPT, KEPT, KEPT, ALL, ~KEPT):
+        assert math.isfinite(elbo.loss(*pair))
+
+
+@pytest.mark.parametrize("first", [ALL, KEPT])
+@pytest.mark.parametrize("make", ["iwae", "compiled"])
+def test_a_latent_without_a_prior_stays_without_one(first, make):
+    """Data that read entries that only the model masks: their prior is flat, at every step."""
+    mask, elbo = [first], WEIGH[make]()
+    pair = masked_by(mask, of_guide=False)
+    for mask[0] in (first, KEPT, ALL, KEPT, KEPT, KEPT):
+        result = elbo.loss(*pair)
+        fresh = TraceIWAE_ELBO(3)
+        pyro.set_rng_seed(3)
+        result = elbo.loss(*pair)
+        pyro.set_rng_seed(3)
+        assert result == pytest.approx(fresh.loss(*pair), abs=1e-9)
 
 
 def test_nothing_is_trained_by_a_step_that_is_refused():

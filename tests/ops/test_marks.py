@@ -99,6 +99,14 @@ OPERATORS = {
     "written": written,
     "in place": in_place,
     "masked_fill": lambda x: x.masked_fill(x > 1, 0.0),
+    "masked_fill_": lambda x: x.clone().masked_fill_(x > 1, 0.0),
+    "in-place activations": lambda x: F.mish(F.gelu(x.clone().abs_()), inplace=True).ge_(0.3),
+    "index_copy": lambda x: torch.zeros(N, D).index_copy(0, torch.arange(N).flip(0), x),
+    "block_diag": lambda x: torch.block_diag(x[:2], x[2:]),
+    "fold": lambda x: F.fold(F.unfold(x.reshape(N, 1, 2, 2), 2), (2, 2), 2),
+    "losses of images": lambda x: F.cross_entropy(
+        x.reshape(N, 2, 2, 1), torch.zeros(N, 2, 1, dtype=torch.long), reduction="none"
+    ),
     "boolean assignment": lambda x: x.clone().masked_scatter_(x > 0, x.flip(0)),
     # positions that marked values decide
     "table": lambda x: torch.arange(7.0)[(3 + 2 * x.tanh()).long()],
@@ -212,7 +220,20 @@ def test_every_entry_that_changes_has_the_mark(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["zero times", "clamp", "activations", "softmax", "linear", "layer norm", "convolution"]
+    [
+        "zero times",
+        "clamp",
+        "activations",
+        "softmax",
+        "masked_fill_",
+        "in-place activations",
+        "index_copy",
+        "fold",
+        "losses of images",
+        "linear",
+        "layer norm",
+        "convolution",
+    ]
     + ["image", "LSTM", "cholesky", "logdet", "gather", "written", "one hot", "own column"]
     + ["embedding", "vmap", "custom function", "checkpoint", "gradient inside", "table"],
 )

@@ -1,5 +1,6 @@
 """Smoothed kinks: exact values and gradients, drifts that can be differentiated, under vmap too."""
 
+import pyro.distributions as dist
 import pytest
 import torch
 from torch.nn import functional
@@ -45,9 +46,11 @@ def drift(f, z, widths):
 
 
 def kinks(f, z):
-    with KinkFinder() as finder:
+    finder = KinkFinder()
+    with finder:
         value = f(z)
-    return finder.widths(value, z)
+    finder.collect(value, [z])
+    return finder.widths()
 
 
 @operations
@@ -134,3 +137,38 @@ def test_drifts_end_with_their_block():
         raise RuntimeError
     (grad,) = torch.autograd.grad(value.sum(), z)
     assert torch.equal(grad, (z > 0).to(grad))
+
+
+DENSITIES = {
+    "Laplace": lambda z: dist.Laplace(z, z.exp()),
+    "AsymmetricLaplace": lambda z: dist.AsymmetricLaplace(z, z.exp(), z.exp()),
+    "SoftLaplace": lambda z: dist.SoftLaplace(z, z.exp()),
+    "Normal": lambda z: dist.Normal(z, z.exp()),
+    "StudentT": lambda z: dist.StudentT(3.0, z, z.exp()),
+    "HalfCauchy": lambda z: dist.HalfCauchy(z.exp()),
+    "VonMises": lambda z: dist.VonMises(z, z.exp()),
+    "Gumbel": lambda z: dist.Gumbel(z, z.exp()),
+    "Uniform": lambda z: dist.Uniform(z - 5, z + 5),
+    "Bernoulli": lambda z: dist.Bernoulli(z.sigmoid()),
+    "Binomial": lambda z: dist.Binomial(5, z.sigmoid()),
+    "Binomial of logits": lambda z: dist.Binomial(5, logits=z),
+    "NegativeBinomial": lambda z: dist.NegativeBinomial(5, logits=z),
+    "ZeroInflatedPoisson": lambda z: dist.ZeroInflatedPoisson(z.exp(), gate_logits=z),
+    "ContinuousBernoulli": lambda z: dist.ContinuousBernoulli(z.sigmoid()),
+    "ContinuousBernoulli of logits": lambda z: dist.ContinuousBernoulli(logits=z),
+    "RelaxedBernoulli": lambda z: dist.RelaxedBernoulli(torch.tensor(0.5), logits=z),
+    "Geometric": lambda z: dist.Geometric(logits=z),
+    "BetaBinomial": lambda z: dist.BetaBinomial(z.exp(), z.exp() + 1, 5),
+}
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_densities_have_kinks_where_their_derivative_jumps(name):
+    """Those of PyTorch and Pyro; the kinks of some densities cancel."""
+    z = torch.linspace(-2.0, 2.0, 41, dtype=torch.float64, requires_grad=True)
+    finder = KinkFinder()
+    with finder:
+        fn = DENSITIES[name](z)
+        value = fn.log_prob(torch.tensor(1.0 if fn.support.is_discrete else 0.3).double())
+    finder.collect(value, [z])
+    assert bool(finder.widths()) == (name in ("Laplace", "AsymmetricLaplace"))
