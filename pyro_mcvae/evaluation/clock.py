@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ class Clock:
         disable = None if show is None else not show
         delay = 0 if show else _DELAY
         self.bar = tqdm(desc=call, total=0, leave=False, disable=disable, delay=delay)
-        self.logs = show is None and bool(self.bar.disable)
+        # The variable hides all progress, lines included.
+        self.logs = show is None and bool(self.bar.disable) and "TQDM_DISABLE" not in os.environ
 
     def __enter__(self) -> Clock:
         return self

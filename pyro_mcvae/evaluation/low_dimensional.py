@@ -118,8 +118,7 @@ def low_dimensional_evidence(
             f"{type(annealing.kernel).__name__} does not: use HMC, MALA or RandomWalk"
         )
     with weights_of(programs, settings, annealing, "low_dimensional_evidence") as sampler:
-        steps = annealing.num_steps + num_transitions
-        stage = sampler.stage = sampler.clock.stage("chains", steps, "transitions")
+        sampler.start_chains("chains", annealing.num_steps + num_transitions)
         chain, density = sampler.chain(2 * num_draws, last_transition=True)
         movable = density.log_weight.movable
         if movable is not None and not bool(movable.all()):
@@ -135,7 +134,7 @@ def low_dimensional_evidence(
             )
         target = Target(density, chain.state.position.new_ones(()))
         state = density(chain.state.position)
-        transition = Counted(annealing.transition(programs, num_transitions), stage)
+        transition = Counted(annealing.transition(programs, num_transitions), sampler.stage)
         for _ in range(num_transitions):
             state, _ = transition.step(state, target)
         log_joint = (state.log_base + state.log_weight)[num_draws:].detach()

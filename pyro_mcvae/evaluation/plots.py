@@ -26,7 +26,7 @@ def palette() -> Any:
         >>> import matplotlib.pyplot as plt  # doctest: +SKIP
         >>> plt.rc("axes", prop_cycle=palette())  # doctest: +SKIP
     """
-    from matplotlib import cycler
+    from cycler import cycler  # which matplotlib needs
 
     colors, markers = zip(*STYLES, strict=True)
     return cycler(color=colors) + cycler(marker=markers)

@@ -361,6 +361,10 @@ class ImportanceSampler:
         """Return whether each particle is a separate run."""
         return not self._sampler(2).vectorizes(self.programs, 2)
 
+    def start_chains(self, text: str, moves: int) -> None:
+        """Begin a part of the work with this number of transitions."""
+        self.stage = self.clock.stage(text, moves, "transitions")
+
     def _warm_up_stage(self, num_steps: int) -> Stage:
         assert self.annealing is not None
         turns = self.annealing.warmup
@@ -423,7 +427,7 @@ class ImportanceSampler:
         else:
             moves = self.annealing.num_steps - 1 if moves is None else moves
             text = f"chains of {self.annealing.num_steps} steps from the {self._start}"
-            self.stage = self.clock.stage(text, len(sizes) * moves, "transitions")
+            self.start_chains(text, len(sizes) * moves)
         for n, size in enumerate(sizes):
             if n and self.clock.expired:
                 return

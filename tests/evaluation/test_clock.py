@@ -20,7 +20,7 @@ from pyro_mcvae import (
     sandwich,
 )
 from pyro_mcvae.evaluation import clock as clock_module
-from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError
+from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError, Stage
 
 X = torch.tensor([-1.0, 0.0, 2.0])
 
@@ -38,6 +38,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch):
     result = Time()
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr(clock_module, "now", result)
     return result
 
@@ -81,6 +82,16 @@ def test_short_calls_and_silenced_ones_have_no_lines(time, caplog):
             for _ in range(count):
                 time.seconds += 1.0
                 stage.advance()
+    assert lines(caplog) == []
+
+
+def test_the_variable_of_tqdm_hides_lines(time, caplog, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    with Clock("report") as clock:
+        stage = clock.stage("draws", 100, "draws")
+        for _ in range(100):
+            time.seconds += 1.0
+            stage.advance()
     assert lines(caplog) == []
 
 
@@ -247,3 +258,33 @@ def test_lines_reach_the_log_without_a_configuration(time, caplog):
         logging.WARNING
     }
     assert len([r for r in caplog.records if "draws after" in r.getMessage()]) > 10
+
+
+def test_a_search_for_labellings_that_does_not_end_is_named(time, caplog, monkeypatch):
+    """Then nothing is added: the evidence is that of one labelling."""
+
+    def model():
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+        with pyro.plate("data", 4):
+            c = pyro.sample(
+                "c", dist.Categorical(torch.ones(2) / 2), infer={"enumerate": "parallel"}
+            )
+            pyro.sample("x", dist.Normal(m[c], 1.0), obs=torch.tensor([-3.0, -2.5, 2.5, 3.0]))
+
+    def guide():
+        pyro.sample("m", dist.Normal(torch.tensor([-2.8, 2.8]), 0.5).to_event(1))
+
+    options = {"num_particles": 50, "schedule": 4, "seed": 0}
+    whole = log_evidence(model, guide, **options)
+    check = Stage.check
+
+    def ends(stage):
+        if stage.text.startswith("labellings"):
+            raise OutOfTimeError
+        check(stage)
+
+    monkeypatch.setattr(Stage, "check", ends)
+    part = log_evidence(model, guide, **options)
+    assert part.labellings is None
+    assert float(whole.total - part.total) == pytest.approx(whole.labellings.added, abs=1e-5)
+    assert "no search for exchangeable components" in caplog.text
