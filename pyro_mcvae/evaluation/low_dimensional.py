@@ -31,7 +31,7 @@ _MOST = 5
 
 class LowDimensionalEvidence(NamedTuple):
     """
-    The result of :func:`low_dimensional_evidence`.
+    The result of :func:`.low_dimensional_evidence`.
 
     :ivar log_evidence: the estimate of log p(x_n) in nats, shape ``[*plates]``.
     :ivar standard_error: its standard error for independent draws, in nats, shape ``[*plates]``. It
