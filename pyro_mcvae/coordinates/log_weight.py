@@ -24,6 +24,7 @@ from pyro_mcvae.coordinates.packing import (
     coordinates_that_count,
     latents_at,
     placing_at,
+    plan_key,
     plan_of,
     value_at,
 )
@@ -264,7 +265,11 @@ class LogWeight:
         self.gradient, self._widths, self._beginning = gradient, widths, begin or Beginning()
         self.finder = finder
         sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._beginning.fixed_sites)
+        made = sample, self._records, self._beginning.fixed_sites
+        key = "plan", id(sample.structure), *plan_key(*made)
+        find = sampler.analyses.of(programs).cached
+        # The structure stays with its plan, so that no other one gets its id.
+        self.plan, _ = find(key, lambda: (plan_of(*made), sample.structure))
         self.packing = self.plan.packing
         with self._running():
             self.first = evaluate(sample, self._records)

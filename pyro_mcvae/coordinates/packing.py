@@ -307,9 +307,6 @@ def packing_of(sample: WeightedParticles, record: Record, fixed: Set[str]) -> Pa
 
 # Plans: properties of the coordinates of all draws of one structure.
 
-# The number of cached plans, for programs with stochastic structure; then the cache is cleared.
-_MAX_PLANS = 256
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -334,6 +331,15 @@ class Plan:
         return self.packing.sites.keys() - set(self.discrete)
 
 
+def plan_key(
+    sample: WeightedParticles, records: list[Record], fixed: frozenset[str]
+) -> tuple[Hashable, ...]:
+    """Return what the plan of a first draw depends on, besides the structure of the programs."""
+    run = sample.runs[0]
+    sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
+    return run.nesting, run.leading, run.shapes, len(records), tuple(sites), fixed
+
+
 def plan_of(sample: WeightedParticles, records: list[Record], fixed: frozenset[str]) -> Plan:
     """
     Return the plan of a first draw.
@@ -343,21 +349,6 @@ def plan_of(sample: WeightedParticles, records: list[Record], fixed: frozenset[s
     :raises ValueError: for guides without a latent that has a weight, or coordinates, or if a mask
         depends on a latent that moves.
     """
-    run, plans = sample.runs[0], sample.structure.notes
-    sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
-    key = run.nesting, run.leading, run.shapes, len(records), tuple(sites), fixed
-    if key not in plans:
-        _add(plans, key, _new_plan(sample, records, fixed))
-    return plans[key]
-
-
-def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
-    if len(plans) >= _MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
-
-
-def _new_plan(sample: WeightedParticles, records: list[Record], fixed: frozenset[str]) -> Plan:
     points = [t.key.name for t in sample.runs[0].terms if t.in_guide]
     if points and not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
         raise ValueError(

@@ -15,10 +15,10 @@ enter as in the plain ELBO. Two rules keep the bound correct:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
@@ -69,8 +69,6 @@ class Structure:
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
     # A guide site, and an observed site that uses its parameters instead of its draws.
     collapsed: tuple[str, str] | None = None
-    # Results of other analyses for runs of this structure, by their keys.
-    notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def outside(self) -> frozenset[FactorKey]:

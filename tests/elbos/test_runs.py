@@ -1,0 +1,126 @@
+"""How often the programs of a user run, and what they see when they do."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch import nn
+
+from pyro_mcvae import (
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    WakeSleep,
+)
+
+X = torch.linspace(-1.0, 1.0, 30, dtype=torch.float64).reshape(10, 3)
+
+
+class Pair(nn.Module):
+    """A model and guide that write down what they see."""
+
+    def __init__(self, activation=nn.Tanh):
+        super().__init__()
+        self.decoder = nn.Sequential(nn.Linear(2, 8), activation(), nn.Linear(8, 3))
+        self.encoder = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.register_buffer("count", torch.zeros(()))
+        self.runs, self.seen, self.coefficient = {"model": 0, "guide": 0}, [], 1.0
+
+    def _see(self, program, *values):
+        self.runs[program] += 1
+        self.count += 1
+        buffers = self.encoder[1].running_mean, self.encoder[1].running_var
+        self.seen.append((program, [v.detach().clone() for v in (*values, *buffers)]))
+
+    def model(self, x):
+        pyro.module("decoder", self.decoder)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            self._see("model", z, self.decoder[0].weight)
+            pyro.sample("x", dist.Normal(self.decoder(z), 1.0).to_event(1), obs=x)
+
+    def guide(self, x):
+        pyro.module("encoder", self.encoder)
+        loc, scale = self.encoder(x).chunk(2, -1)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(loc, scale.exp()).to_event(1))
+            self._see("guide", z, self.encoder[0].weight)
+
+    def step_counts(self, loss, num_steps):
+        """Return the runs of model and guide in each step."""
+        pyro.clear_param_store()
+        svi = SVI(self.model, self.guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        result = []
+        for _ in range(num_steps):
+            before = dict(self.runs)
+            svi.step(X)
+            result.append(tuple(self.runs[n] - before[n] for n in ("model", "guide")))
+        return result
+
+
+LOSSES = {
+    "sgvb": lambda: TraceSGVB_ELBO(5),
+    "iwae": lambda: TraceIWAE_ELBO(5),
+    "rb": TraceRaoBlackwell_ELBO,
+    "wake-sleep": lambda: WakeSleep(5),
+    "sis": lambda: TraceSIS_ELBO(3),
+    "ais": lambda: TraceAIS_ELBO(3),
+}
+# Runs of model and guide in a step without an analysis. A chain of K steps evaluates the model at
+# each of its positions; the guide, of independent draws, runs once.
+STEADY = {"sis": (4, 1), "ais": (5, 1), "wake-sleep": (2, 2)}
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+@pytest.mark.parametrize("name", LOSSES)
+def test_programs_run_twice_more_at_uses_one_two_four_eight(name, activation):
+    """Three times more in the first step, to smooth kinks or to find the nesting of plates."""
+    counts = Pair(activation).step_counts(LOSSES[name](), 20)
+    model, guide = STEADY.get(name, (1, 1))
+    for step, (of_model, of_guide) in enumerate(counts, 1):
+        is_due = step & (step - 1) == 0
+        extra = 3 if step == 1 else 2 if is_due else 0
+        assert model <= of_model <= model + extra, (step, counts)
+        assert guide <= of_guide <= guide + extra, (step, counts)
+
+
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "sis", "ais"])
+def test_extra_runs_see_what_the_step_shows(name):
+    """No latent is NaN; parameters and buffers are those of the step."""
+    pair = Pair()
+    before = {n: v.clone() for n, v in pair.state_dict().items()}
+    pyro.clear_param_store()
+    svi = SVI(pair.model, pair.guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
+    for _ in range(100):
+        weights = {"model": pair.decoder[0].weight, "guide": pair.encoder[0].weight}
+        shown = {n: w.detach().clone() for n, w in weights.items()}
+        start = [b.clone() for b in (pair.encoder[1].running_mean, pair.encoder[1].running_var)]
+        pair.seen.clear()
+        svi.step(X)
+        end = [pair.encoder[1].running_mean, pair.encoder[1].running_var]
+        for program, (z, weight, *buffers) in pair.seen:
+            assert bool(z.isfinite().all())
+            assert torch.equal(weight, shown[program])
+            for buffer, first, last in zip(buffers, start, end, strict=True):
+                assert torch.equal(buffer, first) or torch.equal(buffer, last)
+    assert set(pair.state_dict()) == set(before)
+
+
+def trained(loss):
+    """The buffers and counters after ten steps."""
+    pyro.set_rng_seed(0)
+    pair = Pair()
+    counts = pair.step_counts(loss, 10)
+    return pair, counts
+
+
+def test_counters_and_running_means_are_those_of_plain_svi():
+    """State that extra runs change is put back: ten steps are ten updates."""
+    plain, _ = trained(Trace_ELBO())
+    ours, _ = trained(TraceSGVB_ELBO())
+    assert float(ours.count) == float(plain.count) == 20
+    assert ours.encoder[1].num_batches_tracked == plain.encoder[1].num_batches_tracked == 10
+    assert bool(ours.encoder[1].running_var.isfinite().all())
