@@ -46,11 +46,11 @@ class Clock:
         self.budget = math.inf if budget is None else check_positive("time_budget", budget)
         self._began = self.last_line = now()
         self._deadline = self._began + self.budget
-        disable = None if show is None else not show
+        hidden = show is False or (show is None and "TQDM_DISABLE" in os.environ)
         delay = 0 if show else _DELAY
+        disable = hidden or (None if show is None else False)
         self.bar = tqdm(desc=call, total=0, leave=False, disable=disable, delay=delay)
-        # The variable hides all progress, lines included.
-        self.logs = show is None and bool(self.bar.disable) and "TQDM_DISABLE" not in os.environ
+        self.logs = show is None and not hidden and bool(self.bar.disable)
 
     def __enter__(self) -> Clock:
         return self
