@@ -110,7 +110,7 @@ class Stage:
     def __init__(self, clock: Clock, text: str, total: float, unit: str) -> None:
         self.clock, self.text, self.total, self.unit = clock, text, total, unit
         self.done, self._announced = 0.0, False
-        self._began = now()
+        self._began = self._before = now()
 
     def advance(self, count: float = 1) -> None:
         """Count units that are done, and log a line if one is due."""
@@ -121,7 +121,10 @@ class Stage:
             return
         time_now = now()
         spent = time_now - self._began
-        left = spent * max(0.0, self.total - self.done) / max(self.done, 1e-9)
+        # The first units may be slow, because they analyze the programs.
+        rate = min(spent / max(self.done, 1e-9), (time_now - self._before) / max(count, 1e-9))
+        left = rate * max(0.0, self.total - self.done)
+        self._before = time_now
         is_long = not self._announced and spent >= 1.0 and left > _LINE
         if is_long or time_now - clock.last_line >= _LINE:
             clock.last_line, self._announced = time_now, True

@@ -75,6 +75,17 @@ def test_a_line_every_ten_seconds(time, caplog):
     assert said[0].startswith("report: draws, 1 of 35 draws after 1 s")
 
 
+def test_a_slow_first_unit_is_no_prediction(time, caplog):
+    with Clock("compare") as clock:
+        stage = clock.stage("training", 90, "steps")
+        time.seconds += 0.9
+        stage.advance()
+        for _ in range(89):
+            time.seconds += 0.1
+            stage.advance()
+    assert lines(caplog) == []
+
+
 def test_short_calls_and_silenced_ones_have_no_lines(time, caplog):
     for show, count in ((None, 9), (False, 100)):
         with Clock("report", show) as clock:
