@@ -324,6 +324,10 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import CompiledELBO, TraceSIS_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -336,8 +340,8 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         >>> loss = CompiledELBO(TraceSIS_ELBO(num_steps=2), backend="eager")
         >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss)
         >>> losses = [svi.step(x) for _ in range(100)]
-        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
-        True
+        >>> round(pyro.param("slope").item(), 1)  # of the posterior mean: 0.5
+        0.5
     """
 
     def __init__(self, loss: ELBO, backend: str = "inductor", **options: object) -> None:
