@@ -156,14 +156,15 @@ def separate_references(app, what, name, obj, options, lines) -> None:
 
 
 def signature_of_init(app, what, name, obj, options, signature, returns):
-    """Return the signature of a class whose ``__new__`` takes any arguments."""
+    """Return the signature of a class whose ``__new__`` takes any arguments, and plain defaults."""
     if signature == "(*args, **kwargs)" and inspect.isclass(obj):
         signature = inspect.signature(obj)
         parameters = [
             p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
         ]
-        return str(inspect.Signature(parameters)), None
-    return None
+        signature = str(inspect.Signature(parameters))
+    signature = re.sub(r"<class '(\w+)'>", r"\1", signature or "").replace("<factory>", "...")
+    return (signature, returns) if signature else None
 
 
 def setup(app) -> None:

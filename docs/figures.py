@@ -10,11 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from result_tables import read
 
+from pyro_mcvae.evaluation.plots import STYLES
+
 IMAGES = Path(__file__).parent / "images"
-BLACK, BLUE, ORANGE, PINK, GREEN, RED = (
-    *("#000000", "#0072B2", "#E69F00"),
-    *("#CC79A7", "#009E73", "#D55E00"),
-)
+BLACK, BLUE, ORANGE, PINK, GREEN, RED, _ = (color for color, _ in STYLES)
 
 
 def number(text: str) -> float:

@@ -36,9 +36,7 @@ from pyro_mcvae import (
     compare,
 )
 from pyro_mcvae.evaluation.compare import Comparison
-
-# Colors that differ for everyone, and markers.
-STYLES = (("#000000", "o"), ("#0072B2", "s"), ("#E69F00", "^"), ("#CC79A7", "D"))
+from pyro_mcvae.evaluation.plots import STYLES
 
 # The losses to compare, as `pyro.infer.SVI` takes them.
 OBJECTIVES = {

@@ -160,6 +160,9 @@ class Proposal(NamedTuple):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import Proposal
+        >>> from pyro_mcvae.chains.kernels import State
         >>> position = torch.ones(3, 2)
         >>> symmetric = Proposal(State(position, torch.zeros(3), torch.zeros(3)), torch.zeros(3))
     """
@@ -225,6 +228,9 @@ class Kernel(nn.Module, ABC):
     Example, the preconditioned Crank-Nicolson proposal, which needs no gradient and leaves the
     standard normal base of noise coordinates invariant in any dimension::
 
+        >>> import torch
+        >>> from pyro_mcvae import Kernel, Proposal
+        >>> from pyro_mcvae.chains.kernels import Target
         >>> class CrankNicolson(Kernel):
         ...     adjusted = True
         ...     needs_gradient = False
@@ -446,7 +452,7 @@ class RandomWalk(Kernel):
 
     Example::
 
-        >>> from pyro_mcvae import TraceAIS_ELBO
+        >>> from pyro_mcvae import RandomWalk, TraceAIS_ELBO
         >>> elbo = TraceAIS_ELBO(num_steps=5, kernel=RandomWalk(step_size=0.5))
     """
 
@@ -505,6 +511,8 @@ class GaussianReverse(nn.Module):
 
     Example, a network that starts as ULA's own reversal::
 
+        >>> import torch
+        >>> from pyro_mcvae import GaussianReverse, TraceSIS_ELBO, ULA
         >>> class Reverse(torch.nn.Module):
         ...     def __init__(self, dim):
         ...         super().__init__()
@@ -567,7 +575,7 @@ class ULA(_Langevin):
 
     Example::
 
-        >>> from pyro_mcvae import TraceSIS_ELBO
+        >>> from pyro_mcvae import TraceSIS_ELBO, ULA
         >>> elbo = TraceSIS_ELBO(num_steps=5, kernel=ULA(step_size=0.1))
     """
 
@@ -601,7 +609,7 @@ class MALA(_Langevin):
 
     Example::
 
-        >>> from pyro_mcvae import TraceAIS_ELBO
+        >>> from pyro_mcvae import MALA, TraceAIS_ELBO
         >>> elbo = TraceAIS_ELBO(num_steps=5, kernel=MALA(step_size=0.1))
     """
 
@@ -636,7 +644,7 @@ class HMC(Kernel):
 
     Example::
 
-        >>> from pyro_mcvae import TraceAIS_ELBO
+        >>> from pyro_mcvae import HMC, TraceAIS_ELBO
         >>> elbo = TraceAIS_ELBO(num_steps=3, kernel=HMC(step_size=0.1, num_leapfrog=3))
     """
 
@@ -720,7 +728,7 @@ class UnderdampedLangevin(Kernel):
 
     Example::
 
-        >>> from pyro_mcvae import TraceSIS_ELBO
+        >>> from pyro_mcvae import LearnedSchedule, TraceSIS_ELBO, UnderdampedLangevin
         >>> elbo = TraceSIS_ELBO(num_steps=10, kernel=UnderdampedLangevin(0.3, momentum=0.9))
 
     With a trained step size and momentum for each transition, the default of

@@ -75,6 +75,8 @@ class StepSize(nn.Module, ABC):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import StepSize
         >>> class Halving(StepSize):
         ...     num_transitions = 3
         ...
@@ -204,6 +206,7 @@ class LearnedMomentum(nn.Module):
 
     Example::
 
+        >>> from pyro_mcvae import LearnedMomentum
         >>> LearnedMomentum(0.9)()
         tensor(0.9000, grad_fn=<MulBackward0>)
         >>> LearnedMomentum(0.9, num_transitions=5).logit.shape
@@ -294,6 +297,8 @@ class AdaptiveStepSize(StepSize):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import AdaptiveStepSize
         >>> step_size = AdaptiveStepSize(0.1, target_acceptance=0.8)
         >>> step_size.update(torch.tensor(1.0))
         >>> step_size()
@@ -487,6 +492,7 @@ class LearnedStepSize(StepSize):
 
     Example::
 
+        >>> from pyro_mcvae import AdaptiveStepSize, LearnedStepSize
         >>> LearnedStepSize(0.1)()
         tensor(0.1000, grad_fn=<ExpBackward0>)
         >>> LearnedStepSize(0.1, num_transitions=3).values()

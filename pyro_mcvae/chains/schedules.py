@@ -27,6 +27,8 @@ class Schedule(FixedOptions, nn.Module, ABC):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import Schedule
         >>> class GeometricSchedule(Schedule):
         ...     def forward(self):
         ...         return torch.cat([torch.zeros(1), 2.0 ** -torch.arange(self.num_steps).flip(0)])
@@ -65,6 +67,7 @@ class LinearSchedule(Schedule):
 
     Example::
 
+        >>> from pyro_mcvae import LinearSchedule
         >>> LinearSchedule(4)()
         tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
     """
@@ -124,6 +127,7 @@ class SigmoidSchedule(Schedule):
 
     Example::
 
+        >>> from pyro_mcvae import SigmoidSchedule
         >>> SigmoidSchedule(4, slope=4.0)()
         tensor([0.0000, 0.1050, 0.5000, 0.8950, 1.0000], grad_fn=<CatBackward0>)
     """
@@ -159,6 +163,7 @@ class LearnedSchedule(Schedule):
 
     Example::
 
+        >>> from pyro_mcvae import LearnedSchedule
         >>> LearnedSchedule(2)()
         tensor([0.0000, 0.5000, 1.0000], grad_fn=<CatBackward0>)
     """

@@ -86,6 +86,8 @@ class ScoreNetwork(SizedByChain):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import ScoreNetwork, UnderdampedLangevin
         >>> network = ScoreNetwork(num_transitions=8, width=16)
         >>> network(torch.randn(5, 3), torch.randn(5, 3), 0).shape
         torch.Size([5, 3])

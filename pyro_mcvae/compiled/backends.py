@@ -26,22 +26,8 @@ _ATTEMPTS = 3
 # have
 # large terms.
 _ROUNDINGS, _MAGNIFIED = 32, 64
-_EVERY = 1024
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-
-
-def is_due(uses: int) -> bool:
-    """
-    Return whether this use is compared: uses 1, 2, 4, ... 1024, then every 1024th.
-
-    Example::
-
-        >>> from pyro_mcvae.compiled.backends import is_due
-        >>> [uses for uses in range(1, 3000) if is_due(uses)]
-        [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
-    """
-    return uses % _EVERY == 0 or (uses < _EVERY and uses & (uses - 1) == 0)
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:

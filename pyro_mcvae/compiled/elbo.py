@@ -14,7 +14,7 @@ from pyro.infer.elbo import ELBO
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, is_due, perturbed
+from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, perturbed
 from pyro_mcvae.compiled.recording import (
     Args,
     Call,
@@ -27,7 +27,7 @@ from pyro_mcvae.compiled.recording import (
 )
 from pyro_mcvae.compiled.tracer import NotRecordable
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
-from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.ops.tensors import Generators, is_due
 from pyro_mcvae.programs.contract import LossModule
 from pyro_mcvae.programs.isolation import visible_handlers
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
@@ -324,6 +324,10 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import CompiledELBO, TraceSIS_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -336,8 +340,8 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         >>> loss = CompiledELBO(TraceSIS_ELBO(num_steps=2), backend="eager")
         >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss)
         >>> losses = [svi.step(x) for _ in range(100)]
-        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
-        True
+        >>> round(pyro.param("slope").item(), 1)  # of the posterior mean: 0.5
+        0.5
     """
 
     def __init__(self, loss: ELBO, backend: str = "inductor", **options: object) -> None:

@@ -36,7 +36,9 @@ from pyro_mcvae.programs.outside_values import (
     is_written,
     put_back,
 )
+from pyro_mcvae.programs.run import flat
 from pyro_mcvae.programs.types import Program
+from pyro_mcvae.structure.cache import OutdatedAnalysisError
 
 # The signature of a call: calls with equal ones share a recording.
 
@@ -45,7 +47,6 @@ Kwargs: TypeAlias = dict[str, object]
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_LEAVES = {*_TENSORS, bool, int, float, str, type(None)}
 
 
 @dataclass
@@ -66,11 +67,7 @@ class Call:
     kwargs: Kwargs
 
     def __post_init__(self) -> None:
-        self.leaves: list[object] = [*self.args, *self.kwargs.values()]
-        self.spec: Hashable = (len(self.args), *self.kwargs)
-        if not all(type(leaf) in _LEAVES for leaf in self.leaves):
-            self.leaves, tree = tree_flatten((self.args, self.kwargs))
-            self.spec = Tree(tree)
+        self.leaves, self.spec = flat(self.args, self.kwargs)
 
     @property
     def key(self) -> Hashable:
@@ -277,6 +274,8 @@ class Surroundings:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.put_back()
+        if isinstance(error, OutdatedAnalysisError):
+            raise NotUsable from error
         if isinstance(error, Exception):
             raise NotRecordable(said_by(error)) from error
 

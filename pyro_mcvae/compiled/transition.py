@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pyro_mcvae.chains.kernels import Info, Kernel, State, Target
-from pyro_mcvae.compiled.backends import is_due, same_bits
+from pyro_mcvae.compiled.backends import same_bits
 from pyro_mcvae.compiled.graph import as_function, fresh, quick, split_off
 from pyro_mcvae.compiled.guards import ReadingMode
 from pyro_mcvae.compiled.recording import NotUsable, Surroundings
 from pyro_mcvae.compiled.tracer import NotRecordable, trace
-from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.ops.tensors import Generators, is_due
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.structure.blocks import Structure

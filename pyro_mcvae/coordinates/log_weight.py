@@ -223,7 +223,7 @@ class LogWeight:
 
     :param widths: the widths of the programs' kinks, at which :meth:`gradients` are smoothed for
         second derivatives; see :mod:`pyro_mcvae.ops.smoothing`. None for no smoothing.
-    :param KinkFinder finder: sees the kinks of all evaluations; by default none.
+    :param finder: a ``KinkFinder``, which sees the kinks of all evaluations; by default none.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D is the number of coordinates of one datum's latents.

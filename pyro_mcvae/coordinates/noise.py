@@ -35,6 +35,9 @@ class Noise(NamedTuple):
 
     Example, the noise of a log-normal distribution, for :func:`register_noise`::
 
+        >>> import torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import Noise
         >>> standard = dist.Normal(torch.zeros(()), torch.ones(()))
         >>> noise = Noise(standard, torch.Size(), torch.exp, inverse=torch.log)
         >>> noise.transform(torch.tensor(0.0)), noise.inverse(torch.tensor(1.0))
@@ -80,6 +83,10 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
 
     Example::
 
+        >>> import torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import Noise, register_noise
+        >>> from pyro_mcvae.coordinates.noise import noise_of
         >>> @register_noise(dist.Exponential)
         ... def _exponential(fn):
         ...     standard = dist.Normal(torch.zeros(()), torch.ones(()))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from types import CodeType, FunctionType
 
-from torch import nn
+import pyro
+from torch import distributions, nn
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.ops.checks import WarnOnce
@@ -36,6 +38,18 @@ _BIASED = _JUMPS + (
 _SOUGHT = ("kinks sought",)
 
 
+def _codes(*owners: object) -> frozenset[CodeType]:
+    functions = (f for owner in owners for f in vars(owner).values())
+    return frozenset(f.__code__ for f in functions if isinstance(f, FunctionType))
+
+
+# Densities whose kinks cancel: those of max(x, 0) and log(1 + exp(-|x|)), for example.
+CANCELLING = _codes(
+    *(distributions.binomial, distributions.Binomial, distributions.ContinuousBernoulli),
+    *(pyro.distributions.torch, pyro.distributions.Binomial),
+)
+
+
 class Smoothness:
     """
     Finds the kinks of the programs, where :math:`\\nabla \\log p` jumps, in the steps themselves.
@@ -61,7 +75,7 @@ class Smoothness:
         """Return what sees the kinks of this step; None if no fresh analysis is due."""
         if is_recording() or self._analyses.of(programs).get(_SOUGHT):
             return None
-        return KinkFinder()
+        return KinkFinder(CANCELLING)
 
     def add(self, log_weight: LogWeight) -> bool:
         """

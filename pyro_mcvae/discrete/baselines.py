@@ -118,6 +118,7 @@ class Baseline:
 
     Example, a constant that is subtracted from the cost of draws (``num_categories=0``)::
 
+        >>> from pyro_mcvae import Baseline, TraceRaoBlackwell_ELBO
         >>> from pyro_mcvae.discrete.baselines import score_surrogate
         >>> class Constant(Baseline):
         ...     def surrogate(self, signal):
@@ -144,6 +145,7 @@ class IndependentDraw(Baseline):
 
     Example::
 
+        >>> from pyro_mcvae import IndependentDraw, TraceRaoBlackwell_ELBO
         >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=IndependentDraw())
     """
 
@@ -166,6 +168,7 @@ class LeaveOneOut(Baseline):
 
     Example::
 
+        >>> from pyro_mcvae import LeaveOneOut, TraceRaoBlackwell_ELBO
         >>> elbo = TraceRaoBlackwell_ELBO(1, num_samples=2, baseline=LeaveOneOut())
     """
 
@@ -186,6 +189,7 @@ class SummedMean(Baseline):
 
     Example::
 
+        >>> from pyro_mcvae import SummedMean, TraceRaoBlackwell_ELBO
         >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=SummedMean())
     """
 
@@ -253,6 +257,8 @@ class NVIL(LearnedBaseline):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import NVIL, TraceRaoBlackwell_ELBO
         >>> network = torch.nn.Sequential(torch.nn.Linear(784, 64), torch.nn.Tanh(),
         ...                               torch.nn.Linear(64, 1))
         >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=NVIL(network))
@@ -303,6 +309,8 @@ class RELAX(LearnedBaseline):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import RELAX, TraceRaoBlackwell_ELBO
         >>> class Network(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
@@ -396,6 +404,8 @@ class REBAR(RELAX):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae import REBAR, TraceRaoBlackwell_ELBO
         >>> locs = torch.arange(3.0)
         >>> rebar = REBAR(lambda y, x: -((x - y @ locs) ** 2) / 2)
         >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=rebar)

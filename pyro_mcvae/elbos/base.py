@@ -511,6 +511,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import MonteCarloELBO, local_estimate
         >>> class TraceVRMax_ELBO(MonteCarloELBO):
         ...     def estimate(self, programs):
         ...         sample = self.sampler.sample(programs)
@@ -526,8 +527,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         >>> elbo = TraceVRMax_ELBO(num_particles=5)
         >>> x = torch.zeros(3)
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
-        >>> bool(abs(elbo.loss(model, guide, x) + exact) < 1e-4)
-        True
+        >>> round(-elbo.loss(model, guide, x), 3), round(exact.item(), 3)  # the guide is exact
+        (-3.797, -3.797)
     """
 
     _assignable = frozenset({"num_particles", "retain_graph"})
@@ -806,8 +807,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
             >>> bounds = TraceSGVB_ELBO().bounds(model, guide, torch.zeros(3))
             >>> bounds.per_datum.shape
             torch.Size([3])
-            >>> torch.allclose(bounds.total, bounds.per_datum.sum())
-            True
+            >>> print(f"{bounds.total:.3f} {bounds.per_datum.sum():.3f}")
+            -4.260 -4.260
         """
         with torch.no_grad():
             programs = Programs(model, guide, args, kwargs)

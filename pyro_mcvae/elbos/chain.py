@@ -30,6 +30,7 @@ from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.ops.tensors import follow, is_recording
+from pyro_mcvae.ops.vmap_dims import is_transformed
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
@@ -246,6 +247,12 @@ class ChainELBO(MonteCarloELBO, StoredModule):
 
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
+        if self.kernel.needs_gradient and is_transformed():
+            raise NotImplementedError(
+                f"{type(self).__name__} moves along gradients of its own, which transforms of "
+                f"torch.func (grad, vmap) do not let it take: use loss.backward(), or "
+                f"TraceIWAE_ELBO"
+            )
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
@@ -489,126 +496,59 @@ class TraceSIS_ELBO(ChainELBO):
     r"""
     Sequential importance sampling with unadjusted Langevin moves: L-MCVAE of Thin et al. [1].
 
-    A draw :math:`z_0` of the guide moves towards the posterior in K steps. Its path is
-    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)`. Its log weight
-    has the densities of the moves:
+    A draw :math:`z_0` of the guide moves towards the posterior in K steps, with the densities
+    :math:`m_k` of moves for :math:`\gamma_\beta = q(z \mid x)^{1 - \beta} p(x, z)^\beta`:
 
     .. math::
         W = -\log q(z_0 \mid x) + \sum_{k=1}^K
               \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)} + \log p(x, z_K),
-        \qquad L = E[W] \le \log p(x),
+        \qquad L = E[W] \le \log p(x) = \log E[\exp W]
 
-    where :math:`m_k` is the density of a move for :math:`\gamma_{\beta_k}`. :math:`E[\exp W] =
-    p(x)` for any kernel, step size and schedule, so L is a lower bound. It is computed per datum.
-    N/B is outside the logarithm, and global latents are handled as in :class:`TraceIWAE_ELBO`. The
-    chain is reparameterized: one backward pass differentiates the whole chain, including the
-    gradients of the model.
-
-    * **Cost**: K + 1 evaluations of the model with its gradient. The guide runs once if its sites
-      do not depend on each other, and otherwise with each evaluation.
-    * **Coordinates**: by default, chains move the noise :math:`\epsilon` of the guide's draws
-      :math:`z = T(\epsilon)`. Then
-      :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
-      The noise has unit scale, so one step size is enough for any support, AutoGuide or flow.
-      ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit noise
-      (Gamma, Beta, Dirichlet) always move as unconstrained latents.
-    * **Transitions**: each transition has a separate step size and momentum
-      (:meth:`UnderdampedLangevin.trained`). These and the schedule are trained with the bound. They
-      are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
-      guide).parameters()``. Step sizes start small and adapt for 100 training steps before they are
-      trained; without an optimizer they continue to adapt. ``eval()`` freezes the adaptation. If
-      you pass a kernel, the default schedule is linear and ``defensive`` is 0. ``kernel=ULA()`` is
-      the chain of the paper.
-    * **Diverged chains**: an unadjusted step that is too long is not rejected, and its weight and
-      gradient can be arbitrarily large. This can harm a model early in training. Therefore each
-      weight is a defensive mixture [2] with the importance weight of the chain's first draw,
-
-      .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
-          \qquad E[e^{W'}] = p(x),
-
-      with :math:`\alpha` = ``defensive``, 0.01 by default. A diverged chain then has about the
-      weight and gradient of its first draw. A good chain loses 0.01 nats.
-    * **Masks**: coordinates that are masked in the guide do not move.
-    * **Discrete sites** of the guide keep their values along a chain. Each slot has a separate
-      chain, and
-
-      .. math:: L = \sum_y q(y) E[W_y], \qquad
-          W_y = \log \frac{\gamma_1(z_K, y)}{\gamma_0(z_0, y)}
-              + \sum_k \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)},
-
-      with :math:`\gamma_0 = q(z, y)`, is summed over the most probable values and sampled over the
-      others, as in :class:`TraceRaoBlackwell_ELBO`. Its gradient has the score functions of q(y).
-
-    **Kinks.** The gradient of L needs second derivatives of log p. If the first derivative jumps,
-    as with ReLU, autograd ignores the jump, and the gradient of L is biased.
-    ``gradient_estimator="auto"`` detects such operations and logs their names. It smooths them only
-    in the moves of the chain. There the derivative of :math:`\max(d, 0)` is
-    :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a fifth of the spread of d. Chains may
-    move along any function of their position, so :math:`E[\exp W] = p(x)` still holds, and the
-    gradient is that of L. ``"reparam"`` does not smooth. Jumps that cannot be smoothed
-    (``torch.where``, sorting, max pooling, custom functions) are logged, too.
-
-    **Reweighted gradient.** ``gradient_estimator="reweighted"`` runs the chain without a graph. It
-    takes about half the time, its memory does not grow with K, and it works for models without
-    double backward. The gradient of the model is :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)`
-    with the normalized weights of the chains. The gradient of the guide is that of the plain ELBO.
-    As in reweighted wake-sleep, it is biased for finitely many particles. The reported value is L.
+    per datum, for any kernel, step size and schedule. One backward pass differentiates the whole
+    chain. By default chains move the noise of the guide's draws, and step sizes, momenta and the
+    schedule are trained. :doc:`/api/chains` describes this, the costs, diverged chains, discrete
+    sites, kinks, and the reweighted gradient.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
-    :param Kernel kernel: an unadjusted kernel: :class:`UnderdampedLangevin`, :class:`ULA`, or a
-        custom one. The default is :meth:`UnderdampedLangevin.trained`, and :class:`ULA` with the
-        ``"reweighted"`` gradient, which trains no kernel.
+    :param Kernel kernel: an unadjusted kernel; by default :meth:`UnderdampedLangevin.trained`, and
+        :class:`ULA` with the ``"reweighted"`` gradient.
     :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
-        :class:`LearnedSchedule`, or :class:`LinearSchedule` if a kernel is given or with the
-        ``"reweighted"`` gradient.
+        :class:`LearnedSchedule`; :class:`LinearSchedule` with a given kernel or ``"reweighted"``.
     :param int num_particles: independent chains, whose W are averaged.
-    :param bool multi_sample: average :math:`\exp W` inside the logarithm, which gives a tighter
-        bound for several particles.
-    :param float defensive: :math:`\alpha`, from 0 to below 1. The default is 0.01, and 0 if a
-        kernel is given or with the ``"reweighted"`` gradient.
-    :param str coordinates: ``"noise"`` or ``"latent"``.
+    :param bool multi_sample: average :math:`\exp W` inside the logarithm, a tighter bound.
+    :param float defensive: the part of the first draw's weight in each weight, 0.01 by default; 0
+        with a given kernel or ``"reweighted"``.
+    :param str coordinates: ``"noise"``, or ``"latent"`` for the unconstrained latents.
     :param str gradient_estimator: ``"auto"``, ``"reparam"`` or ``"reweighted"``.
-    :param bool joint: compute one weight over everything, for global and local latents together.
-        This needs the full data.
-    :param num_categories: the number of most probable values of each discrete site of the guide
-        that are summed; 1 by default, ``math.inf`` for all.
-    :param int num_samples: the number of draws from the other values; 1 by default.
-    :param budget: the sum of both numbers, as in :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param bool joint: one weight for global and local latents together, on the full data.
+    :param num_categories: as the next three, see :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param int num_samples: the number of draws from the values that are not summed.
+    :param budget: the sum of both numbers.
     :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
-    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
-        and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
-    :ivar last_step: acceptance, step size and log weights of the last step, a
-        :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
-    :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an adjusted kernel, and counts out of range. At the first step, for models and guides in
-        which no latent has a separate weight, and for discrete sites that cannot have slots.
+    :param options: as in :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
+    :ivar last_step: the :class:`~pyro_mcvae.elbos.chain.ChainRecord` of the last step.
+    :raises ValueError: for counts out of range, a schedule that does not increase from 0 to 1, and
+        an adjusted kernel. At the first step, if no latent has a separate weight.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
     Auto-Encoders*.
-    [2] Hesterberg (1995), *Weighted Average Importance Sampling and Defensive Mixture
-    Distributions*.
 
     Example::
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
-        >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import TraceSIS_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
         >>> def guide(x):
-        ...     slope = pyro.param("slope", torch.tensor(0.1))
         ...     with pyro.plate("data", len(x)):
-        ...         pyro.sample("z", dist.Normal(slope * x, 0.7))
-        >>> elbo = TraceSIS_ELBO(num_steps=5)
-        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
-        >>> losses = [svi.step(torch.tensor([-2.0, 0.0, 2.0])) for _ in range(100)]
-        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
-        True
-        >>> elbo.last_step.acceptance.shape
-        torch.Size([5])
+        ...         pyro.sample("z", dist.Normal(0.4 * x, 0.9))
+        >>> elbo = TraceSIS_ELBO(num_steps=5, num_particles=100)
+        >>> round(-elbo.loss(model, guide, torch.tensor([-2.0, 0.0, 2.0])), 1)  # exact: -5.8
+        -5.9
     """
 
     _adjusted = False
@@ -715,7 +655,7 @@ class TraceAIS_ELBO(ChainELBO):
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
-        >>> from pyro_mcvae import MALA
+        >>> from pyro_mcvae import MALA, TraceAIS_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -726,8 +666,8 @@ class TraceAIS_ELBO(ChainELBO):
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
         >>> elbo = TraceAIS_ELBO(40, MALA(0.3), num_particles=100)
-        >>> bool(abs(elbo.loss(model, guide, x) + exact) < 0.15)
-        True
+        >>> round(-elbo.loss(model, guide, x), 1), round(exact.item(), 1)
+        (-4.4, -4.3)
     """
 
     _adjusted = True

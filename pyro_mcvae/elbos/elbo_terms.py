@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,8 +16,6 @@ from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, plate_key
-
-_NONE: Mapping[FactorKey, frozenset[PlateKey]] = MappingProxyType({})
 
 
 class Cost(NamedTuple):
@@ -51,6 +48,10 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import MonteCarloELBO, elbo_costs
+        >>> from pyro_mcvae.elbos.elbo_terms import elbo_estimate
         >>> class PlainELBO(MonteCarloELBO):
         ...     def estimate(self, programs):
         ...         runs = self.sampler.independent(programs)
@@ -85,7 +86,7 @@ def elbo_estimate(
     runs: list[Run],
     costs: list[list[Cost]],
     num_particles: int,
-    coupled: Mapping[FactorKey, frozenset[PlateKey]] = _NONE,
+    coupled: Mapping[FactorKey, frozenset[PlateKey]] | None = None,
 ) -> Estimate:
     """
     Return the plain ELBO and its gradient, averaged over the particles.
@@ -95,7 +96,7 @@ def elbo_estimate(
     :param coupled: for factors that depend on several elements of a plate, these plates.
     """
     each, wanted = 1 / num_particles, torch.is_grad_enabled()
-    path = add_up(elbo_surrogate(c, coupled) for c in costs) if wanted else 0.0
+    path = add_up(elbo_surrogate(c, coupled or {}) for c in costs) if wanted else 0.0
     surrogate = times(as_scalar(path), each)
     pathwise = wanted and all(c.is_pathwise for run_costs in costs for c in run_costs)
     value = surrogate if pathwise else times(as_scalar(add_up(map(total_cost, costs))), each)

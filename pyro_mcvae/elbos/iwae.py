@@ -354,6 +354,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import TraceIWAE_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -364,8 +365,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> elbo = TraceIWAE_ELBO(num_particles=1000)
         >>> log_evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
-        >>> bool(abs(elbo.loss(model, guide, x) + log_evidence) < 0.2)
-        True
+        >>> round(-elbo.loss(model, guide, x), 1), round(log_evidence.item(), 1)
+        (-4.3, -4.3)
     """
 
     # The order of the Rényi bound; subclasses have other orders.
@@ -461,6 +462,7 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import TraceRenyi_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -471,8 +473,8 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
         >>> elbo = TraceRenyi_ELBO(alpha=0.5, num_particles=10)
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> log_evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum()  # the guide is exact
-        >>> bool(abs(elbo.loss(model, guide, x) + log_evidence) < 1e-4)
-        True
+        >>> round(-elbo.loss(model, guide, x), 3), round(log_evidence.item(), 3)
+        (-4.297, -4.297)
     """
 
     def __init__(

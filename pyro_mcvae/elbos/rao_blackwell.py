@@ -528,6 +528,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import TraceRaoBlackwell_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         y = pyro.sample("y", dist.Categorical(torch.ones(10)))

@@ -198,6 +198,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         >>> import pyro, torch
         >>> import pyro.distributions as dist
         >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import TraceSGVB_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -208,8 +209,8 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         ...         pyro.sample("z", dist.Normal(slope * x, 0.7))
         >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=TraceSGVB_ELBO())
         >>> losses = [svi.step(torch.tensor([-2.0, 0.0, 2.0])) for _ in range(200)]
-        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
-        True
+        >>> round(pyro.param("slope").item(), 1)  # of the posterior mean: 0.5
+        0.5
     """
 
     def __init__(

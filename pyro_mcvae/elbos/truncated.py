@@ -62,6 +62,10 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import TraceTruncated_ELBO, TruncatedPosterior
         >>> def model(x):
         ...     weight = pyro.param("weight", torch.ones(2, 3))
         ...     with pyro.plate("data", 100, subsample_size=10) as index:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyro
 import torch
@@ -19,6 +19,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError, Stage
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
@@ -32,12 +33,13 @@ from pyro_mcvae.evaluation.evidence import (
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
+    EvaluatorOptions,
     Options,
     as_arguments,
     check_function,
     make_options,
     make_programs,
-    progress_bar,
+    with_options,
 )
 from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
 from pyro_mcvae.evaluation.weights import weights_of
@@ -50,11 +52,14 @@ from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
 from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Batches = Iterable[object] | Callable[[], Iterable[object]]
 Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
 
-# The default training time.
-_SECONDS = 30.0
+# The default training time. The part of the time budget of a loss after which its training ends.
+_SECONDS, _TRAINING = 30.0, 0.7
 # Differences within this number of standard errors are not significant.
 _ERRORS = 2.0
 # The threshold for differences of the logarithm of effective sample sizes.
@@ -76,6 +81,7 @@ class TrainedCopy:
         otherwise the same as ``guide``.
     :ivar failed: the error that stopped training, or an empty string. After an error, the evidence
         is the last one of the curve.
+    :ivar cut: what the time budget left out, or an empty string.
     """
 
     bounds: list[float]
@@ -85,6 +91,7 @@ class TrainedCopy:
     guide: LogEvidence
     evidence: LogEvidence
     failed: str = ""
+    cut: str = ""
 
     @property
     def last_bound(self) -> float:
@@ -255,9 +262,11 @@ class Comparison(dict[str, TrainedCopy]):
             f"0.7: of {self[first].guide.num_particles} draws of the guide"
         )
         stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
+        stopped += [f"{n}: the time budget ended; {f.cut}" for n, f in self.items() if f.cut]
         return "\n".join([filled(units), table(rows), *map(filled, [*stopped, self.verdict])])
 
 
+@with_options()
 def compare(
     model: Program,
     guide: Program,
@@ -272,7 +281,7 @@ def compare(
     num_checks: int = 10,
     check_particles: int = 100,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluatorOptions],
 ) -> Comparison:
     r"""
     Train one model and guide with several losses, each for the same time or number of steps, and
@@ -309,15 +318,19 @@ def compare(
     :param int num_checks: the number of evaluations during training.
     :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
-    :param options: as in :func:`log_evidence`.
+    :param options: as in :func:`log_evidence`. Each loss has an equal part of ``time_budget``:
+        seven tenths for training, the rest for the evaluation. The table names what was left out.
     :returns: a :class:`.Comparison`, to print.
     :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
         >>> from pyro.infer.autoguide import AutoNormal
         >>> from pyro.infer import Trace_ELBO
+        >>> from pyro_mcvae import TraceIWAE_ELBO, compare
         >>> def model(x):
         ...     z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         ...     pyro.sample("x", dist.Normal(z.sum(-1, keepdim=True), 1.0).to_event(1), obs=x)
@@ -345,6 +358,7 @@ def compare(
         num_steps = num_epochs * data.length()
     most = seconds or (_SECONDS if num_steps is None else math.inf)
     num_steps = num_steps or math.inf
+    share = _TRAINING * (settings.time_budget or math.inf) / len(pairs)
     # Raise the errors of the final evaluation before training.
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
@@ -356,31 +370,36 @@ def compare(
     def new_svi(loss: Any, optim: PyroOptim) -> SVI:
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
 
-    with each_once(), restored(()), progress_bar(settings.progress, "comparing") as bar:
-        bar.total = (num_checks + 1) * len(pairs)
+    clock = Clock("compare", settings.progress, settings.time_budget)
+    with each_once(), restored(()), clock:
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
-        guide_and_chains(programs, few)
+        guide_and_chains(programs, few, clock)
         comparison, start = Comparison({}, learns), _remember(parts)
         try:
-            for name, pair in pairs.items():
+            for i, (name, pair) in enumerate(pairs.items()):
                 new_svi(*pair).step(*first.args, **first.kwargs)
                 start()
                 pyro.set_rng_seed(seed)
                 svi, stream = new_svi(*pair), itertools.chain.from_iterable(itertools.repeat(data))
-                with weights_of(programs, checks) as weights:
+                with weights_of(programs, checks, call=clock) as weights:
                     untrained = estimate(weights, check_particles)
                 trained = TrainedCopy([], 0.0, [], {0: (0.0, untrained)}, untrained, untrained)
-                bar.update()
-                for turn in range(num_checks):
-                    limits = (limit * (turn + 1) / num_checks for limit in (most, num_steps))
-                    _train(trained, svi, stream, data, *limits)
-                    _check(trained, programs, checks)
-                    bar.update()
-                if not trained.failed:
-                    trained.guide, trained.evidence = guide_and_chains(programs, settings)
+                timed = math.isinf(num_steps)
+                units = (most, "seconds") if timed else (num_steps, "steps")
+                stage = clock.stage(f"training with {name}", *units)
+                with clock.until((i + 1) / len(pairs)):
+                    for turn in range(num_checks):
+                        part = (turn + 1) / num_checks
+                        limits = part * min(most, share), part * num_steps
+                        _train(trained, svi, stream, data, stage, *limits)
+                        _check(trained, programs, checks, clock)
+                    if stage.done < units[0] and not trained.failed and clock.limited:
+                        trained.cut = f"training ended after {stage.done:.0f} {stage.unit}"
+                    if not trained.failed:
+                        _evaluate(trained, programs, settings, clock)
                 comparison[name] = trained
                 comparison._trained[name] = _remember(parts)
                 start()
@@ -499,11 +518,14 @@ def _train(
     svi: SVI,
     stream: Iterator[Programs],
     data: _Data,
+    stage: Stage,
     seconds: float,
     num_steps: float,
 ) -> None:
-    """Train until a time or a number of steps is reached."""
+    """Train until a time or a number of steps is reached, or the budget ends."""
     while trained.seconds < seconds and len(trained.bounds) < num_steps and not trained.failed:
+        if trained.bounds and stage.clock.expired:
+            return
         began = time.perf_counter()
         programs = next(stream)
         waited = time.perf_counter() - began
@@ -521,17 +543,28 @@ def _train(
         trained.times.append(waited + time.perf_counter() - began)
         trained.seconds += trained.times[-1]
         trained.bounds.append(-loss / weights)
+        stage.advance(trained.times[-1] if stage.unit == "seconds" else 1)
         if not math.isfinite(loss):
             trained.failed = f"step {len(trained.bounds)}: the loss is {loss}"
 
 
-def _check(trained: TrainedCopy, programs: Programs, options: Options) -> None:
+def _evaluate(trained: TrainedCopy, programs: Programs, options: Options, clock: Clock) -> None:
+    """Estimate the evidence after training; if no chain ends in time, by the guide's weights."""
+    try:
+        trained.guide, trained.evidence = guide_and_chains(programs, options, clock)
+    except OutOfTimeError as error:
+        plain = replace(options, schedule=None, kernel=None)
+        trained.guide, trained.evidence = guide_and_chains(programs, plain, clock)
+        trained.cut = first_line(error)
+
+
+def _check(trained: TrainedCopy, programs: Programs, options: Options, clock: Clock) -> None:
     """Estimate the current evidence; None if the estimate fails."""
     step = len(trained.bounds)
     if trained.failed or step in trained.curve:
         return
     try:
-        with weights_of(programs, options) as weights:
+        with weights_of(programs, options, call=clock) as weights:
             evidence = estimate(weights, options.num_particles)
     except (ValueError, RuntimeError) as error:
         trained.failed = f"step {step}: {first_line(error)}"
@@ -639,11 +672,12 @@ class ModelComparison(dict[str, LogEvidence]):
         return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
 
 
+@with_options()
 def compare_models(
     models: Mapping[str, tuple[Any, ...]],
     *args: object,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluatorOptions],
 ) -> ModelComparison:
     r"""
     Compare models of the same data by their evidence: log Bayes factors with errors.
@@ -673,6 +707,9 @@ def compare_models(
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import compare_models
         >>> def make(scale):
         ...     def model(x):
         ...         z = pyro.sample("z", dist.Normal(0.0, scale))
@@ -687,15 +724,17 @@ def compare_models(
         >>> print(result.verdict)
         wide has the highest evidence.
         >>> value, error = result.difference("wide", "narrow")
-        >>> bool(abs(value - 30.6) < 0.1)
-        True
+        >>> print(f"log Bayes factor {value:.1f}")
+        log Bayes factor 30.6
     """
     settings = make_options("compare_models", options)
     pairs = _pairs(models, args, model_kwargs)
     evidences = {}
-    with each_once():
-        for name, programs in pairs.items():
-            evidences[name] = guide_and_chains(programs, settings)[1]
+    clock = Clock("compare_models", settings.progress, settings.time_budget)
+    with each_once(), clock:
+        for i, (name, programs) in enumerate(pairs.items()):
+            with clock.until((i + 1) / len(pairs)):
+                evidences[name] = guide_and_chains(programs, settings, clock)[1]
     _check_alike(evidences)
     return ModelComparison(sorted(evidences.items(), key=lambda item: -float(item[1].total)))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
+from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.refine import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
@@ -87,6 +88,9 @@ def find_labellings(sampler: ImportanceSampler) -> Labellings | None:
         with restored(sampler.programs.owners), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _find(sampler)
+    except OutOfTimeError:
+        sampler.clock.warn("no search for exchangeable components, whose labellings would add")
+        return None
     except Exception as error:
         # The model or guide does not run at given latents, or the guide has no density there.
         # Nothing is added, so that the evidence is that of one labelling.
@@ -197,6 +201,7 @@ class _Density:
         if self.sampler.annealing is None:
             return True
         # Chains may reach other labellings, and then their weights include these.
+        self.sampler.start_chains("labellings: chains", self.sampler.annealing.num_steps - 1)
         chain, density = self.sampler.chain(_OVERLAP_DRAWS)
         position = chain.state.position.detach()
         if isinstance(density, WhitenedDensity):

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
-from pyro_mcvae.evaluation.options import make_options, make_programs
+from pyro_mcvae.evaluation.options import (
+    Counted,
+    EvaluatorOptions,
+    make_options,
+    make_programs,
+    with_options,
+)
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.types import Program
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Kernel density estimates need a number of draws that grows exponentially with the dimension.
 _MOST = 5
@@ -22,7 +31,7 @@ _MOST = 5
 
 class LowDimensionalEvidence(NamedTuple):
     """
-    The result of :func:`low_dimensional_evidence`.
+    The result of :func:`.low_dimensional_evidence`.
 
     :ivar log_evidence: the estimate of log p(x_n) in nats, shape ``[*plates]``.
     :ivar standard_error: its standard error for independent draws, in nats, shape ``[*plates]``. It
@@ -33,6 +42,7 @@ class LowDimensionalEvidence(NamedTuple):
     standard_error: Tensor
 
 
+@with_options(schedule=1)
 def low_dimensional_evidence(
     model: Program,
     guide: Program,
@@ -40,7 +50,7 @@ def low_dimensional_evidence(
     num_draws: int = 50,
     num_transitions: int = 60,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluatorOptions],
 ) -> LowDimensionalEvidence:
     r"""
     Estimate log p(x) of each datum from draws of its posterior, for up to five latent dimensions
@@ -76,6 +86,9 @@ def low_dimensional_evidence(
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import low_dimensional_evidence
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -86,8 +99,8 @@ def low_dimensional_evidence(
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> result = low_dimensional_evidence(model, guide, x, num_draws=200, seed=0)
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x)
-        >>> bool((result.log_evidence - exact).abs().max() < 0.1)
-        True
+        >>> print(result.log_evidence.numpy().round(1), exact.numpy().round(1))
+        [-1.5 -1.2 -1.5] [-1.5 -1.3 -1.5]
     """
     defaults: dict[str, Any] = {"schedule": 1}
     if options.get("kernel") is None:
@@ -104,7 +117,8 @@ def low_dimensional_evidence(
             f"low_dimensional_evidence needs a kernel that leaves the posterior invariant, which "
             f"{type(annealing.kernel).__name__} does not: use HMC, MALA or RandomWalk"
         )
-    with weights_of(programs, settings, annealing) as sampler:
+    with weights_of(programs, settings, annealing, "low_dimensional_evidence") as sampler:
+        sampler.start_chains("chains", annealing.num_steps + num_transitions)
         chain, density = sampler.chain(2 * num_draws, last_transition=True)
         movable = density.log_weight.movable
         if movable is not None and not bool(movable.all()):
@@ -120,7 +134,7 @@ def low_dimensional_evidence(
             )
         target = Target(density, chain.state.position.new_ones(()))
         state = density(chain.state.position)
-        transition = annealing.transition(programs, num_transitions)
+        transition = Counted(annealing.transition(programs, num_transitions), sampler.stage)
         for _ in range(num_transitions):
             state, _ = transition.step(state, target)
         log_joint = (state.log_base + state.log_weight)[num_draws:].detach()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import pyro
 import torch
@@ -26,7 +27,8 @@ from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
 from pyro_mcvae.coordinates.coordinate import Coordinates
-from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.evaluation.clock import Stage
+from pyro_mcvae.ops.checks import check_count, check_flag, check_positive
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable, saved_tables
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
@@ -110,32 +112,21 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
 # The transitions of an evaluator: a kernel and a schedule, adapted once and then fixed.
 
 
-def progress_bar(show: bool | None, text: str) -> Any:
-    """
-    Return a progress bar whose total may grow.
-
-    :param show: None shows it after two seconds, if the output is a terminal or a notebook.
-    """
-    from tqdm.auto import tqdm  # which Pyro needs
-
-    disable = None if show is None else not show
-    delay = 0 if show else 2
-    return tqdm(desc=text, total=0, leave=False, disable=disable, delay=delay)
-
-
 class Counted:
-    """Transitions that advance a progress bar."""
+    """Transitions that are counted, and end with the time budget."""
 
-    def __init__(self, inner: Transition, bar: Any, count: int) -> None:
+    def __init__(self, inner: Transition, stage: Stage) -> None:
         self.adjusted = inner.adjusted
-        self._inner, self._bar = inner, bar
-        bar.total += count
+        self._inner, self._stage = inner, stage
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
-        self._bar.update()
-        return self._inner.step(state, target)
+        self._stage.check()
+        result = self._inner.step(state, target)
+        self._stage.advance()
+        return result
 
 
+F = TypeVar("F", bound=Callable[..., Any])
 EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
 
 # The number of steps if a kernel is given without a schedule.
@@ -264,28 +255,7 @@ def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) 
 @dataclass(frozen=True)
 class Options:
     """
-    The options of all evaluators; see :func:`log_evidence`.
-
-    :param int num_particles: the number of weights of each datum, K.
-    :param schedule: for chains, a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0
-        to 1, or the number of linear steps; 10 if only a kernel is given.
-    :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
-        given.
-    :param str coordinates: the coordinates that chains move, ``"noise"``, ``"latent"`` or
-        ``"whitened"``.
-    :param int warmup: the number of annealed chains that are run before the evaluation and
-        discarded. Each updates an adaptive step size once; with 0 the step size does not adapt.
-    :param int chunk_size: the number of particles in one run; by default as many as fit 64 MiB.
-    :param joint: use one weight for global and local latents; None does so if the guide draws
-        global latents.
-    :param int seed: the seed of a separate random stream.
-    :param vectorize_particles: run model and guide once per chunk, instead of once per particle;
-        None does so if the densities are those of a loop.
-    :param max_plate_nesting: as in Pyro; inferred by default.
-    :param bool strict_enumeration_warning: True raises an error for guide sites that are marked for
-        enumeration; False draws them.
-    :param progress: True shows a progress bar. None shows it on a terminal and in notebooks, if the
-        evaluation takes longer than two seconds.
+    The options of all evaluators, which :func:`log_evidence` describes.
     """
 
     num_particles: int = 1000
@@ -300,6 +270,7 @@ class Options:
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = False
     progress: bool | None = None
+    time_budget: float | None = None
 
     def __post_init__(self) -> None:
         # Convert NumPy ints and tensors to int.
@@ -310,6 +281,8 @@ class Options:
         check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
         check_flag("progress", self.progress, or_none=True)
+        if self.time_budget is not None:
+            check_positive("time_budget", self.time_budget)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise ValueError(f"kernel must be a Kernel such as HMC(), got {self.kernel!r}")
         if self.coordinates not in get_args(EvaluatorCoordinates):
@@ -322,6 +295,59 @@ class Options:
     def annealing(self) -> Annealing | None:
         """Return copies of the requested transitions; None without ``schedule`` and ``kernel``."""
         return None if self.schedule is None and self.kernel is None else Annealing(self)
+
+
+class EvaluatorOptions(TypedDict, total=False):
+    """The keyword arguments of all evaluators, for type checkers and editors."""
+
+    num_particles: int
+    schedule: Schedule | Tensor | int | None
+    kernel: Kernel | None
+    coordinates: EvaluatorCoordinates
+    warmup: int
+    chunk_size: int | None
+    joint: bool | None
+    seed: int | None
+    vectorize_particles: bool | None
+    max_plate_nesting: float
+    strict_enumeration_warning: bool
+    progress: bool | None
+    time_budget: float | None
+
+
+def with_options(**defaults: Any) -> Callable[[F], F]:
+    """
+    Return a decorator that puts the options of all evaluators into a function's signature.
+
+    :param defaults: options that have other defaults in this evaluator.
+
+    Example::
+
+        >>> import inspect
+        >>> from pyro_mcvae.evaluation.options import with_options
+        >>> @with_options(num_particles=10)
+        ... def evaluate(model, **options): ...
+        >>> inspect.signature(evaluate).parameters["num_particles"].default
+        10
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shared = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(field.name, field.default),
+                annotation=field.type,
+            )
+            for field in fields(Options)
+        ]
+        signature = signature.replace(parameters=[*own, *shared])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def make_options(evaluator: str, options: Mapping[str, Any], **defaults: Any) -> Options:

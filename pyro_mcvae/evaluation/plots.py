@@ -16,6 +16,22 @@ STYLES = (
 )
 
 
+def palette() -> Any:
+    """
+    Return these colors and markers as a cycle of matplotlib.
+
+    Example::
+
+        >>> from pyro_mcvae.evaluation.plots import palette
+        >>> import matplotlib.pyplot as plt  # doctest: +SKIP
+        >>> plt.rc("axes", prop_cycle=palette())  # doctest: +SKIP
+    """
+    from cycler import cycler  # which matplotlib needs
+
+    colors, markers = zip(*STYLES, strict=True)
+    return cycler(color=colors) + cycler(marker=markers)
+
+
 def panels(axes: Any) -> tuple[Any, Any]:
     """Return two axes: new ones, or those that were passed."""
     if axes is not None:

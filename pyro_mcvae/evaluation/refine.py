@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pyro.ops.stats import effective_sample_size
@@ -16,14 +16,18 @@ from torch import Tensor
 from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
+from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.continuation import continue_training
 from pyro_mcvae.evaluation.ensemble import Ensemble, Verdict, normal_scores, split_r_hat
 from pyro_mcvae.evaluation.laplace import FlatGuide, LogDensity, find_modes, latents_masked
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
+    Counted,
+    EvaluatorOptions,
     Options,
     make_options,
     make_programs,
+    with_options,
 )
 from pyro_mcvae.evaluation.tables import fraction, table
 from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary, weights_of
@@ -36,6 +40,9 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, first_line, plate_frames
 
 _logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Posterior draws, with diagnostics.
 
@@ -254,6 +261,7 @@ _LIGHT, _HEAVY, _BIAS, _FEW = 0.5, 0.7, 0.2, 0.05
 _CANDIDATES, _TRANSITIONS = 10, 20
 
 
+@with_options(num_particles=10)
 def refine(
     model: Program,
     guide: Program | object = None,
@@ -261,7 +269,7 @@ def refine(
     num_samples: int = 1000,
     num_transitions: int = 0,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluatorOptions],
 ) -> PosteriorDraws:
     r"""
     Draw from the posterior :math:`p(z \mid x)`, and say whether the draws can be trusted.
@@ -309,7 +317,7 @@ def refine(
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: the keyword arguments of model and guide.
     :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
-        draw.
+        draw. After ``time_budget`` seconds, the draws that are finished are returned.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
     :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a
@@ -324,7 +332,10 @@ def refine(
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
         >>> from pyro.infer import Predictive
+        >>> from pyro_mcvae import refine
         >>> def model(x=None):
         ...     with pyro.plate("data", 3):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -451,17 +462,24 @@ def _refined_draws(
             f"RandomWalk, or num_transitions=0"
         )
     candidates = settings.num_particles
-    summary, parts, done = WeightSummary(num_samples * candidates), [], 0
-    with weights_of(programs, settings, annealing) as sampler:
+    summary, done = WeightSummary(num_samples * candidates), 0
+    parts: list[PosteriorDraws] = []
+    with weights_of(programs, settings, annealing, "refine") as sampler:
         # All candidates of a draw must be in the same chunk.
         size = 1 if sampler.drawn else max(1, sampler.chunk_size // candidates)
-        while done < num_samples:
-            if sampler.drawn and done:
-                sampler.renew()
-            count = min(size, num_samples - done)
-            parts.append(_refined(sampler, count, candidates, num_transitions, summary))
-            done += count
+        moves = 0 if annealing is None else annealing.num_steps + num_transitions
+        try:
+            for count in sampler.chunks(num_samples, size, moves):
+                if sampler.drawn and parts:
+                    sampler.renew()
+                parts.append(_refined(sampler, count, candidates, num_transitions, summary))
+                done += count
+        except OutOfTimeError:  # of unfinished chains
+            if not parts:
+                raise
         draws = _joined(parts)
+        if done < num_samples:
+            sampler.clock.warn(f"{done} of {num_samples} draws")
         draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
         draws.step_size = (
             None if annealing is None else annealing.kernel.step_size().detach().clone()
@@ -566,7 +584,8 @@ def _move(
     movable = None if movable is None else select_chosen(movable, chosen)
     target = Target(density, position.new_ones(()), movable)
     state = density(position)
-    transition = sampler.annealing.transition(sampler.programs, transitions)
+    inner = sampler.annealing.transition(sampler.programs, transitions)
+    transition = Counted(inner, sampler.stage)
     for _ in range(transitions):
         state, _ = transition.step(state, target)
     return state.position

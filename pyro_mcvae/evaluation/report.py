@@ -6,13 +6,14 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import HMC
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
+from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.continuation import NOT_CHECKED, Rise, continue_training
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
@@ -25,15 +26,21 @@ from pyro_mcvae.evaluation.evidence import (
 )
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
+    Annealing,
+    EvaluatorOptions,
     Options,
     make_options,
     make_programs,
+    with_options,
 )
 from pyro_mcvae.evaluation.plots import panels, plot_estimates, plot_gaps
 from pyro_mcvae.evaluation.refine import weight_reasons
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +55,8 @@ _STEPS, _CHAINS, _FEWEST = 40, 10_000, 20
 # From the prior: number of chains over all data, the fewest per datum, warm-up steps, and the first
 # step size, which has the scale of the prior.
 _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
+# The parts of a time budget after which the guide's draws, and chains from them, end.
+_GUIDE, _FROM_GUIDE = 0.3, 0.8
 
 
 @dataclass(frozen=True)
@@ -298,6 +307,7 @@ class Report:
         return [*sentences, "Modes that the guide misses would not be detected."]
 
 
+@with_options()
 def report(
     model: Program,
     guide: Program,
@@ -306,7 +316,7 @@ def report(
     run_chains: bool | None = None,
     check_training: bool | None = None,
     model_kwargs: Mapping[str, object] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluatorOptions],
 ) -> Report:
     r"""
     Evaluate a guide: its bound, the evidence, the gap between them, and the tails of the weights.
@@ -347,12 +357,17 @@ def report(
     :param bool check_training: check whether training has converged. None checks it as above,
         unless particles run one by one.
     :param model_kwargs: as in :func:`log_evidence`.
-    :param options: as in :func:`log_evidence`.
+    :param options: as in :func:`log_evidence`. After ``time_budget`` seconds, the report has what
+        is known then. The guide's draws end after three tenths of the budget, and chains from them
+        after eight tenths. ``no_chains`` and ``prior`` name the chains that were not finished.
     :returns: a :class:`.Report`, to print.
     :raises ValueError: as :func:`log_evidence`.
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import report
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -372,14 +387,16 @@ def report(
     check_flag("run_chains", run_chains, or_none=True)
     check_flag("check_training", check_training, or_none=True)
     annealing, count = settings.annealing(), settings.num_particles
-    with weights_of(programs, settings) as weights:
-        plain = estimate(weights, count)
+    with weights_of(programs, settings, call="report") as weights:
+        with weights.clock.until(_GUIDE):
+            plain = estimate(weights, count)
         no_chains = _why_not_run("run_chains", run_chains, weights.loops)
         chains: LogEvidence | None = None
-        if annealing is not None:
-            chains, no_chains = estimate(weights.annealed(annealing), count), ""
-        elif not no_chains and not _is_sure(plain):
-            chains, no_chains = _by_chains(weights, settings)
+        with weights.clock.until(_FROM_GUIDE):
+            if annealing is not None:
+                chains, no_chains = _requested(weights, annealing, count)
+            elif not no_chains and not _is_sure(plain):
+                chains, no_chains = _by_chains(weights, settings)
         evidence = chains or plain
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
@@ -413,6 +430,16 @@ def _is_sure(evidence: LogEvidence) -> bool:
     return fraction(evidence.doubtful) <= _FEW
 
 
+def _requested(
+    weights: ImportanceSampler, annealing: Annealing, count: int
+) -> tuple[LogEvidence | None, str]:
+    """Run the requested chains; return their evidence, or None and why it is not known."""
+    try:
+        return estimate(weights.annealed(annealing), count), ""
+    except OutOfTimeError as error:
+        return None, first_line(error)
+
+
 def _by_chains(weights: ImportanceSampler, options: Options) -> tuple[LogEvidence | None, str]:
     """
     Run chains from a normal density fitted to the posterior, or from draws of a discrete guide.
@@ -429,7 +456,7 @@ def _by_chains(weights: ImportanceSampler, options: Options) -> tuple[LogEvidenc
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return estimate(weights.annealed(annealing), count), ""
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, OutOfTimeError) as error:
         _logger.info("chains from the guide's draws did not run: %s", first_line(error))
         return None, first_line(error)
 
@@ -460,7 +487,7 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
                 options = Options(schedule=DEFAULT_STEPS, kernel=kernel, warmup=_WARMUP)
                 prior.annealing = options.annealing()
             return estimate(prior, num_particles, all_labellings=False)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, OutOfTimeError) as error:
         # These chains are optional: the report is complete without them.
         _logger.info("chains from the prior did not run: %s", first_line(error))
         return first_line(error)

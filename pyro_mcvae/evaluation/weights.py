@@ -6,9 +6,8 @@ import copy
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from pyro import poutine
@@ -31,13 +30,13 @@ from pyro_mcvae.coordinates.chain_density import (
 )
 from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
+from pyro_mcvae.evaluation.clock import Clock, Stage
 from pyro_mcvae.evaluation.options import (
     MOVES,
     Annealing,
     Counted,
     Options,
     evaluation_mode,
-    progress_bar,
     whiten,
 )
 from pyro_mcvae.ops.checks import each_once
@@ -146,6 +145,9 @@ _CHUNK = 1 << 23
 # Number of chains per coordinate for white coordinates, and the limits per weight.
 _PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 
+# The number of chunks, at least, with a time budget.
+_PARTS = 10
+
 Density = ChainDensity | WhitenedDensity
 
 
@@ -157,8 +159,9 @@ class ImportanceSampler:
     minibatch (without ``joint`` also the global latents) of every chunk.
 
     :ivar programs: the weighted model and guide; see :func:`masked_latents`.
-    :param bar: a progress bar, from :func:`progress_bar`.
+    :param Clock clock: the time of the call.
     :param annealing: chains instead of plain importance sampling.
+    :ivar stage: the current part of the work.
     :ivar fixed_latents: latents with fixed values: point masses, and global latents drawn once.
     :ivar drawn: the global latents that are drawn once.
     :ivar fixed_sites: the corresponding sites of the model.
@@ -169,10 +172,11 @@ class ImportanceSampler:
         self,
         programs: Programs,
         options: Options,
-        bar: Any,
+        clock: Clock,
         annealing: Annealing | None = None,
     ) -> None:
-        self.programs, self.annealing, self._bar = programs, annealing, bar
+        self.programs, self.annealing, self.clock = programs, annealing, clock
+        self._start, self.stage = "guide", clock.stage("draws", 0, "draws")
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
         with check_trained(programs.guide) as check:
@@ -267,7 +271,9 @@ class ImportanceSampler:
             return not kept
 
         prior = poutine.block(self.programs.model, hide_fn=is_hidden)
-        return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
+        sampler = self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
+        sampler._start = "prior"
+        return sampler
 
     def renew(self) -> None:
         """Draw the fixed global latents again, on the same minibatch."""
@@ -321,7 +327,7 @@ class ImportanceSampler:
         adapt first.
         """
         self.warm_up()
-        return self._chain(count, last_transition)
+        return self._chain(count, last_transition, self.stage)
 
     def warm_up(self) -> None:
         """Adapt the step size on separate chains, then fix it."""
@@ -334,16 +340,17 @@ class ImportanceSampler:
             count = min(max(_FEWEST, _PER_COORDINATE * dim), _MOST, self.chunk_size)
             density = self.density(count)
             assert isinstance(density, ChainDensity)
-            counted = Counted(annealing.kernel, self._bar, MOVES * annealing.warmup)
-            annealing.whitening = whiten(density, annealing, counted)
+            stage = self._warm_up_stage(MOVES)
+            annealing.whitening = whiten(density, annealing, Counted(annealing.kernel, stage))
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains, so a few hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
             if self.loops:  # no more chains than requested
                 annealing.warmup = min(annealing.warmup, self._options.num_particles)
                 count = min(count, max(1, self._options.num_particles // annealing.warmup))
+            stage = self._warm_up_stage(annealing.num_steps)
             for turn in range(annealing.warmup):
-                chain, _ = self._chain(count, True)
+                chain, _ = self._chain(count, True, stage)
                 if not chain.infos:
                     break  # nothing can move
                 annealing.adapt(turn, chain.mean_acceptance, chain.gradient)
@@ -354,15 +361,24 @@ class ImportanceSampler:
         """Return whether each particle is a separate run."""
         return not self._sampler(2).vectorizes(self.programs, 2)
 
-    def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
+    def start_chains(self, text: str, moves: int) -> None:
+        """Begin a part of the work with this number of transitions."""
+        self.stage = self.clock.stage(text, moves, "transitions")
+
+    def _warm_up_stage(self, num_steps: int) -> Stage:
+        assert self.annealing is not None
+        turns = self.annealing.warmup
+        text = f"warm-up of chains from the {self._start}"
+        return self.clock.stage(text, turns * num_steps, "transitions")
+
+    def _chain(self, count: int, last_transition: bool, stage: Stage) -> tuple[Chain, Density]:
         assert self.annealing is not None
         density = self.density(count)
         start = density.start()
-        moves = self.annealing.num_steps - (not last_transition)
         chain = anneal(
             start,
             self.annealing.betas.to(start.log_weight.device),
-            Counted(self.annealing.transition(self.programs), self._bar, moves),
+            Counted(self.annealing.transition(self.programs), stage),
             density,
             density.log_weight.movable,
             last_transition,
@@ -391,13 +407,33 @@ class ImportanceSampler:
         """Return the number of weights of one particle."""
         return math.prod(self.reference.log_weight.shape[1:])
 
-    def chunks(self, count: int) -> Iterator[int]:
-        """Return the sizes of the chunks in which ``count`` particles are drawn."""
-        sizes = [min(self.chunk_size, count - i) for i in range(0, count, self.chunk_size)]
-        self._bar.total += len(sizes)
-        for size in sizes:
+    def chunks(
+        self, count: int, size: int | None = None, moves: int | None = None
+    ) -> Iterator[int]:
+        """
+        Yield the sizes of the chunks in which ``count`` particles are drawn, until the budget ends.
+
+        :param size: the largest size of a chunk, if it is not :attr:`chunk_size`. With a time
+            budget, chunks are at most a tenth of the particles.
+        :param moves: the number of transitions of a chunk, if not that of :meth:`chain`.
+        """
+        self.warm_up()
+        size = size or self.chunk_size
+        if self.clock.limited:
+            size = min(size, max(1, math.ceil(count / _PARTS)))
+        sizes = [min(size, count - i) for i in range(0, count, size)]
+        if self.annealing is None:
+            self.stage = self.clock.stage(f"draws of the {self._start}", count, "draws")
+        else:
+            moves = self.annealing.num_steps - 1 if moves is None else moves
+            text = f"chains of {self.annealing.num_steps} steps from the {self._start}"
+            self.start_chains(text, len(sizes) * moves)
+        for n, size in enumerate(sizes):
+            if n and self.clock.expired:
+                return
             yield size
-            self._bar.update()
+            if self.annealing is None:
+                self.stage.advance(size)
 
     def check(self, log_weight: Tensor, runs: list[Run]) -> None:
         """
@@ -499,14 +535,23 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
 
 @contextmanager
 def weights_of(
-    programs: Programs, options: Options, annealing: Annealing | None = None
+    programs: Programs,
+    options: Options,
+    annealing: Annealing | None = None,
+    call: str | Clock = "evaluating",
 ) -> Iterator[ImportanceSampler]:
-    """Yield the weights of a model and guide, or of their chains."""
+    """
+    Yield the weights of a model and guide, or of their chains.
+
+    :param call: the name of the evaluator, or the clock of a call that has begun.
+    """
+    begins = isinstance(call, str)
+    clock = Clock(call, options.progress, options.time_budget) if isinstance(call, str) else call
     with (
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
         outside_inference_mode(programs) as programs,
-        progress_bar(options.progress, "evaluating") as bar,
+        clock if begins else nullcontext(),
         torch.no_grad(),
     ):
-        yield ImportanceSampler(programs, options, bar, annealing)
+        yield ImportanceSampler(programs, options, clock, annealing)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_mcvae.ops.smoothing import SMOOTHED
+from pyro_mcvae.ops.vmap_dims import beneath, is_transformed
 
 # Bits in each 64-bit word of a mask; the sign bit is not used.
 WORD = 62
@@ -194,6 +195,8 @@ class Marks(TorchDispatchMode):
         super().__init__()
         self.line, self._replayed, self._other_branch = line, replayed, other_branch
         self._shadows: dict[int, tuple[Any, _Shadow]] = {}
+        # Masks are not differentiated by torch.func.grad around the programs.
+        self._apart = torch._C._DisableFuncTorch if is_transformed() else nullcontext
         self.words, self._next = 1, 0
         self._outside = _Outside(self)
         self.control = 0
@@ -217,10 +220,10 @@ class Marks(TorchDispatchMode):
         super().__exit__(*error)
         self._outside.__exit__(*error)
 
-    @staticmethod
-    def paused() -> ExitStack:
+    def paused(self) -> ExitStack:
         """Return a context in which operators of the package itself run without marks."""
         stack = ExitStack()
+        stack.enter_context(self._apart())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())
         return stack
@@ -240,9 +243,11 @@ class Marks(TorchDispatchMode):
 
     def mask(self, tensor: Tensor) -> Tensor | None:
         """Return the mask of a tensor, ``[words, *shape]``; None if it has no marks."""
+        tensor = beneath(tensor)
         key = _storage_key(tensor)
         found = None if key is None else self._shadows.get(key)
-        return None if found is None else found[1].view(tensor)
+        with self._apart():
+            return None if found is None else found[1].view(tensor)
 
     def bits(self, *values: object) -> int:
         """Return the union of the bits of all tensors in a structure, as an int."""
@@ -267,12 +272,16 @@ class Marks(TorchDispatchMode):
         return frozenset() if found is None else found.corners
 
     def _shadow(self, value: object) -> _Shadow | None:
-        key = _storage_key(value) if isinstance(value, Tensor) else None
+        key = _storage_key(beneath(value)) if isinstance(value, Tensor) else None
         found = None if key is None else self._shadows.get(key)
         return None if found is None else found[1]
 
     def write(self, tensor: Tensor, mask: Tensor | int) -> None:
         """Set the mask of a tensor: of its shape, or one that broadcasts to it."""
+        with self._apart():
+            self._write(beneath(tensor), mask)
+
+    def _write(self, tensor: Tensor, mask: Tensor | int) -> None:
         key = _storage_key(tensor)
         if isinstance(mask, int):
             mask = mask_of_bits(mask, self.words, tensor)

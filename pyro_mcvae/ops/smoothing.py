@@ -10,9 +10,8 @@ from inspect import signature
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
-import pyro
 import torch
-from torch import Tensor, distributions, nn
+from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -54,9 +53,9 @@ _functorch = torch._C._functorch
 # steps of SIS-5: the bound is -23.84 +- 0.03 for any value between 0.05 and 0.4, -23.94 for 0.8.
 _RELATIVE_WIDTH = 0.2
 
-# Files with frames between an operation and the code that calls it.
+# Files with frames between an operation and the code that calls it; this package's are others.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INTERNAL_FILES = (
-    __file__,
     functional.__file__,
     torch.overrides.__file__,
     torch._tensor.__file__,
@@ -243,21 +242,11 @@ class _Smoothing(_Mode):
         return exact if surrogate is None else cast(Tensor, _Switch.apply(exact, surrogate))
 
 
-def _codes(*owners: object) -> frozenset[CodeType]:
-    functions = (f for owner in owners for f in vars(owner).values())
-    return frozenset(f.__code__ for f in functions if isinstance(f, FunctionType))
-
-
-# Densities whose kinks cancel: those of max(x, 0) and log(1 + exp(-|x|)), for example.
-_CANCEL = _codes(
-    *(distributions.binomial, distributions.Binomial, distributions.ContinuousBernoulli),
-    *(pyro.distributions.torch, pyro.distributions.Binomial),
-)
-
-
 class KinkFinder(_Mode):
     """
     Finds the operations with kinks in programs that run inside.
+
+    :param ignored: code whose kinks cancel.
 
     Example::
 
@@ -271,15 +260,16 @@ class KinkFinder(_Mode):
         [('relu', (0.015625,))]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: frozenset[CodeType] = frozenset()) -> None:
         super().__init__()
+        self._ignored = ignored
         # For each call, by place: the result, and the argument of each kink.
         self._calls: list[tuple[Place, Tensor, list[Tensor]]] = []
         # By place, for each kink: its arguments that depended on positions.
         self._seen: dict[Place, dict[int, list[Tensor]]] = {}
 
     def is_smoothed(self, place: Place) -> bool:
-        return place.code not in _CANCEL
+        return place.code not in self._ignored
 
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         hinges = _Hinges()
@@ -346,7 +336,9 @@ def _on_floats(args: tuple[Any, ...]) -> bool:
 
 def _place(name: str) -> Place:
     frame = sys._getframe(2)
-    while frame.f_code.co_filename in _INTERNAL_FILES and frame.f_back is not None:
+    while frame.f_back is not None and (
+        frame.f_code.co_filename in _INTERNAL_FILES or frame.f_code.co_filename.startswith(_PACKAGE)
+    ):
         frame = frame.f_back
     code, module = frame.f_code, None
     if code.co_filename.startswith(_MODULES):
@@ -388,8 +380,8 @@ def _min(h: _Hinges, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tenso
     return -_max(h, -x, dim, keepdim)
 
 
-def _maximum(h: _Hinges, x: Tensor, y: Tensor) -> Tensor:
-    return y + h.relu(x - y)
+def _maximum(h: _Hinges, x: Tensor, other: Tensor) -> Tensor:
+    return other + h.relu(x - other)
 
 
 # Operations as sums of hinges; None for calls without a kink that can be smoothed.

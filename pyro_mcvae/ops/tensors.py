@@ -34,6 +34,26 @@ class Tree:
         return hash(self.spec.num_leaves)
 
 
+# The uses at which results of earlier uses are checked.
+
+_EVERY = 1024
+
+
+def is_due(uses: int) -> bool:
+    """
+    Return whether an analysis or a recording is checked at this use.
+
+    These are uses 1, 2, 4, ..., 1024, and then every 1024th.
+
+    Example::
+
+        >>> from pyro_mcvae.ops.tensors import is_due
+        >>> [uses for uses in range(1, 3000) if is_due(uses)]
+        [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    """
+    return uses % _EVERY == 0 or (uses < _EVERY and uses & (uses - 1) == 0)
+
+
 # Guards of recorded steps.
 
 

@@ -14,6 +14,18 @@ from pyro_mcvae.ops.tensors import as_shape
 _functorch = torch._C._functorch
 
 
+def beneath(value: Tensor) -> Tensor:
+    """Return the tensor whose gradient ``torch.func.grad`` takes, as the dispatcher sees it."""
+    while _functorch.is_gradtrackingtensor(value):
+        value = _functorch.get_unwrapped(value)
+    return value
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` runs this code."""
+    return bool(_functorch.maybe_current_level())
+
+
 def is_mapped(value: Tensor) -> bool:
     """Return whether a tensor is under ``vmap``, so that its value cannot be read."""
     return bool(_functorch.is_batchedtensor(value))

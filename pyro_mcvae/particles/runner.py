@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms
 from pyro_mcvae.programs.types import LeadingDimsError, SiteError
 from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.cache import Analyses
+from pyro_mcvae.structure.cache import HOW_RUNS, Analyses
 from pyro_mcvae.structure.finder import without_auxiliary
 from pyro_mcvae.structure.marked import checked_marked_run
 
@@ -140,7 +141,7 @@ def not_executed(layout: Layout) -> Run:
 
 _logger = logging.getLogger(__name__)
 
-_MODE, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)
+_MODE, _NESTING, _SUMS = ((kind,) for kind in HOW_RUNS)
 _AT_ONCE = Mode.BATCHED, Mode.MAPPED, Mode.BOTH_MAPPED
 _IN_WORDS = {
     Mode.BATCHED: "in a leading dim",
@@ -224,7 +225,7 @@ class Runner:
             densities change with leading dims. The message names the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        with rewindable(not self._has_run or self._is_new(execution)) as rewind:
+        with rewindable(not self._has_run or self.analyses.may_repeat(execution.key)) as rewind:
             while True:
                 try:
                     return self._attempt(execution, self._layout(execution, count, shared))
@@ -270,7 +271,10 @@ class Runner:
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         """Return a run, and whether one of its form was checked before."""
         try:
-            run = execution.execute(layout)
+            kind = layout.count is None, layout.mode, layout.sums, execution.compared is None
+            run = self.analyses.run(execution.key, kind, partial(execution.execute, layout))
+            if run is None:
+                raise _RepeatError(layout.shared)
             checked = self._is_known(execution.key, run, layout.shared)
             if not checked and execution.compared is None:
                 self._check_contract(execution, layout, run)
@@ -455,9 +459,6 @@ class Runner:
         else:
             run = single_run(execution.compared)
         return replace(run, nesting=self._nesting(execution))
-
-    def _is_new(self, execution: Execution) -> bool:
-        return not is_recording() and self.analyses.of(execution.key).is_new
 
     @property
     def _is_open(self) -> bool:

@@ -56,8 +56,7 @@ def _parts(value: object) -> Iterator[object]:
         return
     if isinstance(value, list | tuple | dict):
         yield from value.values() if isinstance(value, dict) else value
-        if not hasattr(value, "__dict__"):
-            return
+        return  # a mapping whose items are attributes may raise KeyError for others
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     is_own = not (getattr(value, "__module__", None) or "").startswith(LIBRARIES)

@@ -10,11 +10,14 @@ import random
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Number
+from threading import local
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -43,11 +46,12 @@ class ExecutedCode:
     """
     The code of all functions that are called inside a ``with`` statement.
 
-    :ivar codes: by id; None if another profiler is active.
+    :param unknown: whether any function may be executed.
+    :ivar codes: by id; None if unknown, or if another profiler is active.
     """
 
-    def __init__(self) -> None:
-        self.codes: dict[int, CodeType] | None = {}
+    def __init__(self, unknown: bool = False) -> None:
+        self.codes: dict[int, CodeType] | None = None if unknown else {}
         self._names: frozenset[str] | None = None
 
     def __enter__(self) -> ExecutedCode:
@@ -133,6 +137,7 @@ _SHORT = 64
 _TOO_MANY = "too many to compare at each step"
 _MISSING = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_CACHED = type(lru_cache(len))
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 # Types of attributes that may be replaced; not all of them are searched.
 _WATCHED = (
@@ -176,9 +181,9 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
-def _is_same(now: Any, then: Any) -> bool:
+def _is_same(now: Any, then: Any, tensors: bool = True) -> bool:
     """Return whether two values are equal; AutoGuides, for example, remake plates at each step."""
-    if now is then:
+    if now is then or (not tensors and isinstance(now, Tensor) and isinstance(then, Tensor)):
         return True
     if type(now) is not type(then):
         return False
@@ -220,6 +225,7 @@ class Dependencies:
     _named: set[str] = field(default_factory=set)
     _methods: set[tuple[int, str]] = field(default_factory=set)
     _seen: dict[int, object] = field(default_factory=dict)
+    _cached: set[int] = field(default_factory=set)
     _count: int = 0
     _bytes: int = 0
 
@@ -243,12 +249,16 @@ class Dependencies:
             names |= dependencies._named  # functions are reached by attributes, named in functions
         return dependencies
 
-    def changed(self) -> Entry | None:
-        """Return the first entry whose value has changed."""
+    def changed(self, tensors: bool = True) -> Entry | None:
+        """
+        Return the first entry whose value has changed.
+
+        :param tensors: whether another tensor in the place of a tensor counts as a change.
+        """
         # This runs at every step. It compares by identity first, and by value only if that fails.
         for entry in self.entries:
             now = entry[0](entry[1])
-            if now is not entry[2] and not _is_same(now, entry[2]):
+            if now is not entry[2] and not _is_same(now, entry[2], tensors):
                 return entry
         return None
 
@@ -269,6 +279,8 @@ class Dependencies:
                 self.functions.add(value.__code__)
                 self._named.update(names_of(value.__code__))
         self._seen[id(value)] = value
+        if isinstance(value, _CACHED):
+            self._cached.add(id(value.__wrapped__))
         if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
             self._add_unsupported(
                 f"reads more than {_MAX_ENTRIES} values that may change: {_TOO_MANY}"
@@ -292,12 +304,16 @@ class Dependencies:
     def _is_executed(self, function: FunctionType) -> bool:
         # The backward pass of a function may run in another thread.
         backward = function.__name__ in ("forward", "backward", "jvp", "setup_context")
-        return backward or self.executed.has(function.__code__)
+        is_cached = id(function) in self._cached  # its result may have been there before
+        return backward or is_cached or self.executed.has(function.__code__)
 
     def _entries(self, value: Any, name: str) -> Iterator[Entry]:
         if isinstance(value, FunctionType):
             if not is_core(value.__code__):
                 yield from _globals(value)
+                get = functools.partial(_attribute, value)
+                for key in ("__defaults__", "__kwdefaults__"):
+                    yield Entry(get, key, get(key), f"the defaults of {name}")
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             for label, cell in cells:
                 if (content := contents(cell)) is not _MISSING:
@@ -318,6 +334,15 @@ class Dependencies:
         elif isinstance(value, Distribution):
             keys = [k for k in vars(value) if k in value.arg_constraints or k == "base_dist"]
             yield from _named(vars(value), "", f" of {name}", keys)
+        elif isinstance(value, Mapping):
+            yield Entry(dict, value, dict(value), name)
+        elif isinstance(value, ContextVar):
+            yield Entry(_of_context, value, _of_context(value), name)
+        elif isinstance(value, local):
+            space = vars(value)
+            yield Entry(dict, space, dict(space), name)
+        elif isinstance(value, SynchronizedBase) and hasattr(value, "value"):
+            yield Entry(_of_processes, value, _of_processes(value), name)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
@@ -476,7 +501,8 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
         # A module that a function imports itself is not a global, but is followed too.
         value = space.get(name, sys.modules.get(name, _MISSING))
         if isinstance(value, ModuleType):
-            yield from _module_entries(value, names, set())
+            dynamic = not _DYNAMIC.isdisjoint(names)
+            yield from _module_entries(value, vars(value) if dynamic else names, set())
         elif value is not _MISSING and name in space:
             yield from _named(space, "global ", "", [name])
 
@@ -532,9 +558,11 @@ def _flat(value: Any) -> tuple[object, ...]:
 def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     """Yield the parts of a value that are followed but cannot be replaced."""
     if isinstance(value, functools.partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
+        parts = [value.func, *value.args, value.keywords]
     elif isinstance(value, MethodType):
         parts = [value.__self__, value.__func__]
+    elif isinstance(value, BuiltinFunctionType):  # or a method, such as ``config.get``
+        parts = [p for p in (value.__self__,) if not isinstance(p, ModuleType)]
     elif isinstance(value, nn.Module) or is_of_the_user(value):
         parts = _methods(type(value))
     elif isinstance(value, type):
@@ -574,6 +602,14 @@ def _is_written_in(module: ModuleType) -> bool:
 
 def _requires_grad(value: Any) -> object:
     return value.requires_grad
+
+
+def _of_context(variable: ContextVar[Any]) -> object:
+    return variable.get(_MISSING)
+
+
+def _of_processes(value: Any) -> object:
+    return value.value
 
 
 # Getters of a whole container or array; its items have separate entries.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from argparse import Namespace
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from pyro import poutine
@@ -18,11 +15,14 @@ from pyro.infer import ELBO, SVI
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
+from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
-from pyro_mcvae.programs.isolation import LIBRARIES, OF_MODULES, closure_of, globals_of, owners_of
+from pyro_mcvae.programs.fingerprint import observer
+from pyro_mcvae.programs.isolation import owners_of
 from pyro_mcvae.programs.log_values import leaf_of
 from pyro_mcvae.programs.messengers import (
     ALONE,
@@ -33,6 +33,7 @@ from pyro_mcvae.programs.messengers import (
     Recorder,
     Substitutes,
 )
+from pyro_mcvae.programs.outside_values import numpy
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.terms import (
     SiteForm,
@@ -48,13 +49,9 @@ from pyro_mcvae.programs.vmap import Mode
 
 # Runs guide and model, one after the other, on one minibatch.
 
-# Types of values that a program can branch on without reading a tensor.
-_CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)
-# Types of settings that a program may keep in a variable, in addition to dataclasses.
-_SETTINGS = (Namespace, SimpleNamespace)
-_KEPT = (*_CHOICES, float, dict)
-# The number of entries of an argument container that are part of the key.
-_MAX_ENTRIES = 64
+# Types of values that are compared by value; all others but tensors by identity.
+_PLAIN = (bool, int, str, bytes, type(None), Enum, numpy.generic, torch.dtype, torch.device)
+_LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}
 
 T = TypeVar("T")
 
@@ -78,25 +75,14 @@ class Programs:
         return self.model, self.guide
 
     @cached_property
-    def choices(self) -> dict[str, Hashable]:
-        """
-        Return every value that the programs can branch on, by place.
-
-        These are arguments, attributes, closures and globals that are not tensors, container sizes,
-        the types of all other values, and the training modes of modules.
-        """
-        choices: dict[str, Hashable] = {}
-        for name, value in (*enumerate(self.args), *self.kwargs.items()):
-            _add_choices(choices, f"argument {name}", value)
-        for role, program in (("model", self.model), ("guide", self.guide)):
-            function = getattr(poutine.unwrap(program), "__func__", poutine.unwrap(program))
-            _add_variables(choices, role, closure_of(function) | globals_of(function))
-        for i, owner in enumerate(self.owners):
-            if isinstance(owner, nn.Module):
-                choices[f"module {i} trains"] = owner.training
-            if not type(owner).__module__.startswith(LIBRARIES):
-                _add_variables(choices, f"object {i}", vars(owner))
-        return choices
+    def call(self) -> Call:
+        """Return what distinguishes this call from others of the same programs."""
+        leaves, spec = flat(self.args, self.kwargs)
+        floats = tuple([leaf for leaf in leaves if type(leaf) is float])
+        key = (torch.is_grad_enabled(), spec, *map(_about, leaves))
+        return Call(
+            key, floats, [leaf for leaf in leaves if not isinstance(leaf, (*_PLAIN, float))]
+        )
 
     @cached_property
     def owners(self) -> list[object]:
@@ -121,33 +107,39 @@ def _no_program(role: str, program: object) -> ValueError:
     )
 
 
-def _add_choices(choices: dict[str, Hashable], place: str, value: Any, depth: int = 4) -> None:
-    """Add the values in one argument on which a program can branch."""
-    if isinstance(value, Tensor):
-        # A recording has a tensor without dims instead of a float.
-        choices[place] = (float,) if value.dim() == 0 else (type(value), value.dim())
-    elif isinstance(value, _CHOICES):
-        choices[place] = value
-    elif type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        _add_choices(choices, place, value.item(), 0)
-    elif isinstance(value, float):
-        choices[place] = float, (value > 0) - (value < 0)  # it may change at every step
-    elif isinstance(value, dict | list | tuple | set | frozenset) and depth:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        choices[place] = type(value), len(value)
-        for key, part in itertools.islice(pairs, _MAX_ENTRIES):
-            _add_choices(choices, f"{place}[{key!r}]", part, depth - 1)
-    else:
-        choices[place] = (type(value),)
+class Call(NamedTuple):
+    """
+    The arguments of a call.
+
+    :ivar key: equal for calls whose arguments differ in the values of floats and tensors only.
+    :ivar floats: the values of the floats.
+    :ivar objects: tensors and other objects.
+    """
+
+    key: Hashable
+    floats: tuple[float, ...]
+    objects: list[object]
 
 
-def _add_variables(choices: dict[str, Hashable], place: str, variables: Mapping[str, Any]) -> None:
-    """Add the choices among attributes or variables, and in those that are settings."""
-    for name, value in variables.items():
-        if isinstance(value, _SETTINGS) or hasattr(value, "__dataclass_fields__"):
-            value = getattr(value, "__dict__", value)
-        if isinstance(value, _KEPT) and not (isinstance(value, dict) and name in OF_MODULES):
-            _add_choices(choices, f"{place}.{name}", value, depth=1)
+def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[object], Hashable]:
+    """
+    Return the leaves of the arguments of a call, and their structure.
+
+    The structure is a tree or, which is faster, the number and names of plain arguments.
+    """
+    leaves = [*args, *kwargs.values()]
+    if all(type(leaf) in _LEAVES for leaf in leaves):
+        return leaves, (len(args), *kwargs)
+    leaves, tree = tree_flatten((args, kwargs))
+    return leaves, Tree(tree)
+
+
+def _about(leaf: object) -> Hashable:
+    if type(leaf) is float or (isinstance(leaf, Tensor) and leaf.dim() == 0):
+        return float  # a recording has a tensor without dims instead of a float
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.shape, leaf.dtype
+    return type(leaf), leaf if isinstance(leaf, _PLAIN) else id(leaf)
 
 
 def is_messenger(programs: Programs) -> bool:
@@ -188,7 +180,7 @@ def run_pair(
     """
     if is_messenger(programs):
         return _run_messenger(programs, substitutes, leading)
-    with Recorder(substitutes) as recorder, entered(leading.guide):
+    with Recorder(substitutes) as recorder, entered(leading.guide, observer()):
         programs.guide(*programs.args, **programs.kwargs)
     messenger = _messenger(programs)
     # The messenger's trace also has the sites that the program inside it observes.
@@ -209,7 +201,7 @@ def _run_messenger(
         # One plate for one run: it skips the global sites of both programs.
         skip = guide_plate.skip | model_plate.skip
         both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
-    with Recorder(substitutes, records=False), entered(both):
+    with Recorder(substitutes, records=False), entered(both, observer()):
         programs.guide(*programs.args, **programs.kwargs)
     model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
     return guide_trace, model_trace
@@ -223,7 +215,10 @@ def run_model(
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
     noise = None if substitutes.noise is None else substitutes.noise.of_run()
-    with Recorder(substitutes, drawn) as recorder, entered(states, leading.model, noise):
+    with (
+        Recorder(substitutes, drawn) as recorder,
+        entered(states, leading.model, noise, observer()),
+    ):
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pyro import poutine
 
-from pyro_mcvae.ops.tensors import is_recording
-from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.ops.tensors import is_due, is_recording
+from pyro_mcvae.programs.fingerprint import Fingerprint
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode, GeneratorStates
+from pyro_mcvae.programs.run import Call, Programs
 from pyro_mcvae.programs.types import Program
 
 _logger = logging.getLogger(__name__)
 
-# The number of pairs, and of keys per pair, that are kept; the least recently used is dropped.
-_MAX_PAIRS, _MAX_KEYS = 8, 64
-# An analysis is repeated at uses 2, 4, 8, ..., and then at every multiple of this number.
-_AT_LEAST_EVERY = 1024
-# A choice with more values than this is a counter (of steps, documents). Its values are then not
-# part of the key, and only repeated analyses detect a dependence on them.
-_MAX_VALUES = 8
+# The number of pairs, of analyses and calls of a pair, and of states of one call, that are kept.
+# The least recent one is dropped.
+_MAX_PAIRS, _MAX_ANALYSES, _MAX_STATES = 8, 1024, 4
 # The number of findings in an analysis; the oldest are dropped, for runs with many sizes.
 _MAX_FINDINGS = 1024
+
+# Findings about how several particles run, which a run needs before its fingerprint is known.
+HOW_RUNS = ("way", "nesting", "sums")
 
 T = TypeVar("T")
 
@@ -32,28 +35,35 @@ Key = tuple[Any, ...]
 
 class Analysis:
     """
-    The findings about one model and guide under one key.
+    The findings about one model and guide that execute the same operations.
 
-    :param before: the analysis that this one replaces.
+    :param before: the analysis that this one replaces, if it is of the same operations.
+    :param is_unsure: whether this is still to be found out. Then a use at which no fresh analysis
+        is due has the same findings, and any other one the same vectorization.
+    :ivar fingerprint: of the first run of each use; None before its first run.
+    :ivar unsure: the number of uses that needed a fingerprint, since something had changed.
     """
 
-    def __init__(self, before: Analysis | None = None) -> None:
-        self.uses: int = 1 if before is None else before.uses
+    def __init__(self, before: Analysis | None = None, is_unsure: bool = False) -> None:
+        self.uses: int = 1 if before is None else before.uses + 1
+        self.fingerprint: int | None = None if before is None else before.fingerprint
+        self.unsure: int = is_unsure + (0 if before is None else before.unsure)
         self._findings: dict[Key, Any] = {}
         self._before = {} if before is None else before._findings
         self._since = self.uses
         self._replaced = 0 if before is None else self.uses - before._since
-        self._next: int = 2 if before is None else before._next + min(before._next, _AT_LEAST_EVERY)
+        if before is not None and is_unsure:
+            fresh = is_due(self.uses)
+            findings = self._before.items()
+            self._findings = {k: v for k, v in findings if k[0] in HOW_RUNS or not fresh}
+            if not fresh:
+                self._before, self._since = before._before, before._since
+                self._replaced = before._replaced
 
     @property
     def is_new(self) -> bool:
         """Return whether it was made in this use, whose first run may be repeated."""
         return self.uses == self._since
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether a fresh analysis is due."""
-        return self.uses >= self._next
 
     def cached(self, key: Key, find: Callable[[], T]) -> T:
         """Return the finding of ``key``, computed by ``find`` at its first use."""
@@ -95,60 +105,125 @@ class Analysis:
             del self._findings[key]
 
 
+class _Watch(NamedTuple):
+    """
+    The values that a call of the programs reads.
+
+    :ivar has_more: whether it also reads values that cannot be compared: from tensors, iterators
+        or random number generators of Python and NumPy.
+    :ivar fingerprint: of the operations that were executed with these values.
+    """
+
+    floats: tuple[float, ...]
+    values: Dependencies
+    has_more: bool
+    fingerprint: int
+
+    def covers(self, call: Call) -> bool:
+        """Return whether a call reads the same values, so that it executes the same operations."""
+        # A recording has tensors instead of floats, and guards for all values that it reads.
+        same = is_recording() or (self.floats == call.floats and not self.has_more)
+        return same and self.values.changed(tensors=False) is None
+
+
+@dataclass
+class _Use:
+    """
+    One call of the programs.
+
+    :ivar is_known: whether it executes what the analysis was made for.
+    :ivar is_covered: whether nothing that it reads has changed.
+    :ivar has_run: whether its runs have had their fingerprint taken.
+    """
+
+    pair: _Pair
+    analysis: Analysis
+    is_known: bool
+    is_covered: bool
+    has_run: bool = False
+
+
 class _Pair:
-    """One model and guide, with an analysis for each key."""
+    """One model and guide, with an analysis for each set of operations that they execute."""
 
     def __init__(self, pair: tuple[Program, Program]) -> None:
         self.programs = pair
-        self._by_key: dict[frozenset[Hashable], Analysis] = {}
-        self._values: dict[str, set[Hashable]] = {}
+        self._analyses: dict[int, Analysis] = {}  # the most recent is the last
+        self._watches: dict[Hashable, list[_Watch]] = {}
+        self._last: _Use | None = None
+        self.read: Dependencies | None = None  # by the last run that was watched
 
-    def of(self, programs: Programs) -> Analysis:
-        if is_recording() and self._by_key:
-            # The uncompiled steps before a recorded step have made the analysis.
-            return next(reversed(self._by_key.values()))
-        key = self._key(programs)
-        analysis = self._by_key.pop(key, None) or self._pop_first(key)
-        if analysis is None:
-            analysis = Analysis()
-        else:
-            analysis.uses += 1
-            if analysis.is_due and not is_recording():
-                analysis = Analysis(analysis)
-        self._by_key[key] = analysis  # the most recent is the last
-        if len(self._by_key) > _MAX_KEYS:
-            self._by_key.pop(next(iter(self._by_key)))
-        return analysis
+    def begin(self, call: Call) -> _Use:
+        """Return the analysis of a call, or the most recent one if something has changed."""
+        last, self._last = self._last, None
+        if last is not None and not (last.is_known or last.has_run):
+            # Its runs were made elsewhere, so that only fresh analyses notice changes.
+            self.end(last, last.analysis.fingerprint or 0, None, None)
+        watches = [w for w in self._watches.get(call.key, ()) if w.fingerprint in self._analyses]
+        watch = next((w for w in watches if w.covers(call)), None)
+        if is_recording() and watches and len({w.fingerprint for w in watches}) == 1:
+            watch = watches[0]  # nothing has changed since the uncompiled step before it
+        if not self._analyses:
+            self._last = _Use(self, Analysis(), is_recording(), False)
+            return self._last
+        if watch is None and is_recording() and len(self._analyses) > 1:
+            raise OutdatedAnalysisError
+        fingerprint = next(reversed(self._analyses)) if watch is None else watch.fingerprint
+        analysis = self._analyses[fingerprint]
+        if is_recording() or (watch is not None and not is_due(analysis.uses + 1)):
+            analysis.uses += not is_recording()
+            self._keep(analysis)
+            return _Use(self, analysis, True, True)
+        self._last = _Use(self, Analysis(analysis, watch is None), False, watch is not None)
+        return self._last
 
-    def _pop_first(self, key: frozenset[Hashable]) -> Analysis | None:
-        """
-        Remove and return the analysis of a first call that only made modules, as AutoGuides do.
+    def end(self, use: _Use, fingerprint: int, watch: _Watch | None, key: Hashable) -> bool:
+        """Return whether a run of a use has executed what its analysis was made for."""
+        analysis = use.analysis
+        # A change of something that is not watched makes a new analysis, with a warning.
+        surprise = analysis.is_new and use.is_covered
+        if analysis.fingerprint in (None, 0, fingerprint) or surprise:
+            self._analyses.pop(cast("int", analysis.fingerprint), None)
+            analysis.fingerprint, use.is_known = fingerprint, True
+            self._keep(analysis)
+            if watch is not None:
+                watches = [watch, *self._watches.pop(key, ())]
+                self._watches[key] = watches[:_MAX_STATES]
+                _drop_first(self._watches)
+            return True
+        other = self._analyses.get(fingerprint)
+        use.analysis, use.is_known = other or Analysis(), other is not None
+        if other is not None:
+            other.uses += 1
+            self._keep(other)
+        return False
 
-        A second use has a fresh analysis in any case.
-        """
-        for first, analysis in self._by_key.items() if len(self._by_key) == 1 else ():
-            if analysis.uses == 1 and first < key:
-                return self._by_key.pop(first)
-        return None
+    def _keep(self, analysis: Analysis) -> None:
+        if analysis.fingerprint is not None:
+            self._analyses.pop(analysis.fingerprint, None)
+            self._analyses[analysis.fingerprint] = analysis
+            _drop_first(self._analyses)
 
-    def _key(self, programs: Programs) -> frozenset[Hashable]:
-        parts = []
-        for place, value in programs.choices.items():
-            values = self._values.setdefault(place, set())
-            if len(values) <= _MAX_VALUES:
-                values.add((type(value), value))  # True differs from 1
-            parts.append((place, type(value), None if len(values) > _MAX_VALUES else value))
-        return frozenset(parts)
+
+def _drop_first(items: dict[Any, Any]) -> None:
+    if len(items) > _MAX_ANALYSES:
+        items.pop(next(iter(items)))
+
+
+class OutdatedAnalysisError(Exception):
+    """A step that is being recorded reads other values than the uncompiled steps before it."""
 
 
 class Analyses:
     """
     The analyses of the models and guides that an objective was used with recently.
 
-    The key of an analysis is the two programs, every argument, attribute, closure and global that
-    is not a tensor, and the modules' training modes. Its findings are stored by the sites of a run
-    with their sizes. The structure of a program may also depend on other things (a tensor's value,
-    a file). So a fresh analysis is made at uses 2, 4, 8, ..., 1024, and then at every 1024th use.
+    An analysis belongs to the operations that the programs execute (:class:`.Fingerprint`). As long
+    as nothing has changed that they read (arguments, globals, closures, attributes), they execute
+    the same. Otherwise, or if they read values of tensors, the first run of the step has its
+    fingerprint taken. If it is another one, the run is repeated with the analysis of that
+    fingerprint. Findings are stored by the sites of a run with their sizes. A fresh analysis is
+    made at uses 2, 4, 8, ..., 1024, and then at every 1024th use.
     """
 
     def __init__(self) -> None:
@@ -166,11 +241,50 @@ class Analyses:
 
     def of(self, programs: Programs) -> Analysis:
         """Return the analysis of the programs; one call counts as one use."""
+        return self._use(programs).analysis
+
+    def may_repeat(self, programs: Programs) -> bool:
+        """Return whether the next run of a call may have to be repeated."""
+        use = self._use(programs)
+        return not is_recording() and (use.analysis.is_new or not use.is_known)
+
+    def run(self, programs: Programs, kind: Hashable, execute: Callable[[], T]) -> T | None:
+        """
+        Run the programs, and check that they execute what their analysis was made for.
+
+        :param kind: distinguishes runs with and without leading dims.
+        :returns: the result; None if they executed something else. Their analysis is then another
+            one, and the run has to be repeated.
+        """
+        use, call = self._use(programs), programs.call
+        if use.is_known:
+            return execute()
+        seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
+        # Before the first run it is not known which functions are executed.
+        known = use.pair.read or Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
+        use.has_run = True
+        collects = use.pair.read is None or use.analysis.is_new or is_due(use.analysis.unsure)
+        constants = [*call.objects, *(entry.get(entry.key) for entry in known.entries)]
+        generators = GeneratorStates(known) if collects else None
+        with seen.of_run(), executed if collects else nullcontext():
+            result = execute()
+        if collects:
+            known = Dependencies.of(*roots, executed=executed)
+            constants += [entry.value for entry in known.entries]
+            use.pair.read = known
+        fingerprint = hash((kind, seen.value(constants)))
+        watch = None
+        if generators is not None:
+            more = seen.reads or known.unsupported or known.generators or generators.moved()
+            watch = _Watch(call.floats, known, bool(more), fingerprint)
+        return result if use.pair.end(use, fingerprint, watch, call.key) else None
+
+    def _use(self, programs: Programs) -> _Use:
         return programs.cached(self, lambda: self._find(programs))
 
-    def _find(self, programs: Programs) -> Analysis:
+    def _find(self, programs: Programs) -> _Use:
         if not self._pairs or self._pairs[0].programs != programs.pair:
             pair = next((p for p in self._pairs if p.programs == programs.pair), None)
             other_pairs = [p for p in self._pairs if p is not pair]
             self._pairs = [pair or _Pair(programs.pair), *other_pairs][:_MAX_PAIRS]
-        return self._pairs[0].of(programs)
+        return self._pairs[0].begin(programs.call)

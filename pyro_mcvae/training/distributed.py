@@ -43,6 +43,7 @@ class RankBatches:
 
     Example, the second of three processes::
 
+        >>> from pyro_mcvae import RankBatches
         >>> batches = RankBatches(10, batch_size=2, shuffle=False, rank=1, num_ranks=3)
         >>> [index.tolist() for index in batches]
         [[2, 3], [7]]

@@ -283,6 +283,7 @@ class MonteCarloEM(ChainELBO):
         >>> import pyro, torch
         >>> import pyro.distributions as dist
         >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import MonteCarloEM
         >>> def model(x):
         ...     loc = pyro.param("loc", torch.tensor(0.0))
         ...     with pyro.plate("data", len(x)):
@@ -294,8 +295,8 @@ class MonteCarloEM(ChainELBO):
         >>> elbo = MonteCarloEM(persistent=True)
         >>> svi = SVI(model, prior, pyro.optim.Adam({"lr": 0.2}), loss=elbo)
         >>> losses = [svi.step(torch.tensor([1.0, 2.0, 3.0])) for _ in range(40)]
-        >>> bool(abs(pyro.param("loc") - 2.0) < 0.7)
-        True
+        >>> pyro.param("loc").item()  # near the mean of the data
+        2.
     """
 
     _adjusted = True

@@ -309,6 +309,7 @@ class WakeSleep(MonteCarloELBO):
         >>> import pyro, torch
         >>> import pyro.distributions as dist
         >>> from pyro.infer import SVI
+        >>> from pyro_mcvae import WakeSleep
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -319,8 +320,8 @@ class WakeSleep(MonteCarloELBO):
         ...         pyro.sample("z", dist.Normal(slope * x, 0.7))
         >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=WakeSleep())
         >>> losses = [svi.step(torch.zeros(100)) for _ in range(100)]
-        >>> bool(abs(pyro.param("slope") - 0.5) < 0.1)
-        True
+        >>> round(pyro.param("slope").item(), 1)  # of the posterior mean: 0.5
+        0.5
     """
 
     def __init__(

@@ -173,6 +173,9 @@ class BernoulliPrior(ClosedForm):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import BernoulliPrior, TruncatedPosterior
         >>> pi = torch.full((4,), 0.5)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
@@ -225,6 +228,9 @@ class GaussianNoise(ClosedForm):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import GaussianNoise, TruncatedPosterior
         >>> sigma = torch.tensor(1.0)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):

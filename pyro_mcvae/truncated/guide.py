@@ -115,6 +115,9 @@ class TruncatedPosterior(FixedOptions, nn.Module):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import TraceTruncated_ELBO, TruncatedPosterior
         >>> weight = torch.nn.Parameter(torch.randn(4, 6))
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
@@ -209,6 +212,9 @@ class TruncatedPosterior(FixedOptions, nn.Module):
 
         Example::
 
+            >>> import pyro, torch
+            >>> import pyro.distributions as dist
+            >>> from pyro_mcvae import TruncatedPosterior
             >>> def model(x):
             ...     with pyro.plate("data", len(x)):
             ...         k = pyro.sample("k", dist.Categorical(torch.ones(5) / 5))

@@ -130,6 +130,7 @@ class UniformFlips:
 
     Example, nonzero entries move exp(3) times as often as others::
 
+        >>> from pyro_mcvae import EvolutionaryUpdate, UniformFlips
         >>> class Sparser(UniformFlips):
         ...     def scores(self, parents):
         ...         on = parents.states != 0
@@ -194,6 +195,7 @@ class InformedFlips(UniformFlips):
 
     Example::
 
+        >>> from pyro_mcvae import EvolutionaryUpdate, InformedFlips
         >>> update = EvolutionaryUpdate(mutation=InformedFlips(uniform=0.2))
     """
 
@@ -256,6 +258,7 @@ class EvolutionaryUpdate:
 
     Example::
 
+        >>> from pyro_mcvae import EvolutionaryUpdate
         >>> EvolutionaryUpdate(num_parents=10, num_children=9, num_generations=4).num_evaluations
         360
     """

@@ -1,10 +1,15 @@
 """What programs see besides their arguments is watched, wherever they keep it."""
 
 import sys
+import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, deque
 from collections.abc import Callable
+from configparser import ConfigParser
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from multiprocessing import Value
 from types import ModuleType
 from typing import Any
 
@@ -197,7 +202,77 @@ def _of_a_method(of_the_class: bool) -> Callable[[], Any]:
     return made
 
 
+VARIABLE, OF_THREAD, OF_PROCESSES = ContextVar("width", default=1.0), threading.local(), Value("d")
+OF_THREAD.width = OF_PROCESSES.value = 1.0
+PARSED, LAYERS, OWN = ConfigParser(), ChainMap({}, {"width": 1.0}), UserDict(width=1.0)
+PARSED.read_dict({"model": {"width": "1.0"}})
+
+
+def _of_parsed() -> Any:
+    def put(value: float) -> None:
+        PARSED["model"]["width"] = str(value)
+
+    return lambda: PARSED.getfloat("model", "width"), put
+
+
+def _of_a_default() -> Any:
+    def held(width: float = 1.0) -> float:
+        return width
+
+    return lambda: held(), lambda value: setattr(held, "__defaults__", (value,))
+
+
+def _of_a_cached_function() -> Any:
+    box = [1.0]
+
+    @lru_cache
+    def held() -> float:
+        return box[0]
+
+    def put(value: float) -> None:
+        box[0] = value
+        held.cache_clear()
+
+    held()
+    return lambda: held(), put
+
+
+def _of_a_partial() -> Any:
+    held: Any = partial(lambda width: width, width=1.0)
+    return lambda: held(), lambda value: held.keywords.update(width=value)
+
+
 PLACES: dict[str, Callable[[], Any]] = {
+    "context variable": lambda: (lambda: VARIABLE.get(), VARIABLE.set),
+    "getter of a context variable": lambda: (VARIABLE.get, VARIABLE.set),
+    "variable of a thread": lambda: (
+        lambda: OF_THREAD.width,
+        lambda value: setattr(OF_THREAD, "width", value),
+    ),
+    "value of processes": lambda: (
+        lambda: OF_PROCESSES.value,
+        lambda value: setattr(OF_PROCESSES, "value", value),
+    ),
+    "parsed configuration": _of_parsed,
+    "layers of dicts": lambda: (
+        lambda: LAYERS["width"],
+        lambda value: LAYERS.maps[1].update(width=value),
+    ),
+    "dict of one's own": lambda: (
+        lambda: OWN["width"],
+        lambda value: OWN.update(width=value),
+    ),
+    "getattr of a module": lambda: (
+        lambda: getattr(inner, "width"),  # noqa: B009
+        lambda value: setattr(inner, "width", value),
+    ),
+    "vars of a module": lambda: (
+        lambda: vars(inner)["width"],
+        lambda value: setattr(inner, "width", value),
+    ),
+    "default": _of_a_default,
+    "function with a cache": _of_a_cached_function,
+    "keyword of a partial": _of_a_partial,
     "dict of 70": _at(dict.fromkeys(range(70), 1.0), 3),
     "list of 500": _at([1.0] * 500, 400),
     "deque of 100": _at(deque([1.0] * 100), 50),

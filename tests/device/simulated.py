@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_mcvae.compiled import recording
 from pyro_mcvae.ops import smoothing
+from pyro_mcvae.programs import run
 
 NAME = "sim"
 AVAILABLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_hook")
@@ -301,7 +302,7 @@ def simulated_device() -> Iterator[torch.device]:
         # the subclasses that they do not know.
         plain = (
             (recording, "_TENSORS", (*recording._TENSORS, SimulatedTensor)),
-            (recording, "_LEAVES", {*recording._LEAVES, SimulatedTensor}),
+            (run, "_LEAVES", {*run._LEAVES, SimulatedTensor}),
             (smoothing, "_PLAIN", (*smoothing._PLAIN, SimulatedTensor)),
         )
         for patched in plain:

@@ -1,5 +1,8 @@
 """The docstrings of all exports: what a reader of the reference relies upon."""
 
+import ast
+import builtins
+import doctest
 import inspect
 import re
 
@@ -42,3 +45,41 @@ def test_every_parameter_is_explained(name: str) -> None:
         field = rf":(?:param|ivar|cvar)\b[^:]*\b{parameter.name}:"
         shared = "log_evidence`" in text and parameter.name in SHARED
         assert re.search(field, text) or shared, parameter.name
+
+
+def free_names(source: str) -> set[str]:
+    """The names that an example uses and neither imports nor defines."""
+    used, bound = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return used - bound - set(dir(builtins))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_import_what_they_use_and_print_results(name: str) -> None:
+    """So that a copied example runs, and a reader sees more than True."""
+    value = getattr(pyro_mcvae, name)
+    methods = vars(value).values() if inspect.isclass(value) else ()
+    for text in {inspect.getdoc(v) or "" for v in (value, *methods) if not isinstance(v, str)}:
+        examples = doctest.DocTestParser().get_examples(text)
+        if not all(example.options.get(doctest.SKIP) for example in examples):
+            assert free_names("".join(e.source for e in examples)) == set()
+        assert not any(e.want.strip() == "True" for e in examples)
+
+
+def test_long_docstrings_are_pages() -> None:
+    assert len((pyro_mcvae.TraceSIS_ELBO.__doc__ or "").splitlines()) <= 60
+
+
+@pytest.mark.parametrize("name", ["log_evidence", "report", "refine", "compare", "sandwich"])
+def test_evaluators_show_their_arguments(name: str) -> None:
+    parameters = inspect.signature(getattr(pyro_mcvae, name)).parameters
+    assert {"num_particles", "schedule", "seed", "time_budget"} <= set(parameters)
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pyro_mcvae.coordinates.smoothness import CANCELLING
 from pyro_mcvae.ops.smoothing import KinkFinder, smoothed, smoothed_gradients
 
 # Each way in which an operation is called, and each sum of hinges.
@@ -166,7 +167,7 @@ DENSITIES = {
 def test_densities_have_kinks_where_their_derivative_jumps(name):
     """Those of PyTorch and Pyro; the kinks of some densities cancel."""
     z = torch.linspace(-2.0, 2.0, 41, dtype=torch.float64, requires_grad=True)
-    finder = KinkFinder()
+    finder = KinkFinder(CANCELLING)
     with finder:
         fn = DENSITIES[name](z)
         value = fn.log_prob(torch.tensor(1.0 if fn.support.is_discrete else 0.3).double())

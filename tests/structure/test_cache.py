@@ -4,6 +4,7 @@ import copy
 import enum
 import logging
 import pickle
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import marked
 from pyro_mcvae.structure.cache import Analyses
+from tests.compiled.test_dependencies import PLACES, inner, outer
 from tests.params import in_turn
+from tests.zoo import EXAMPLES
 
 MAKERS = {
     "iwae": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
@@ -163,42 +166,110 @@ def test_a_fresh_analysis_is_made_at_uses_1_2_4_and_at_least_every_1024th(caplog
     assert "16 steps ago" in caplog.text
 
 
+X = torch.tensor([3.0, -3.0])
+
+
+def coupling(flag):
+    """A model whose data depend on each other's latents if a flag is set."""
+
+    def flagged(x, *args):
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            loc = z + z.roll(1, -1) if flag(*args) else z
+            pyro.sample("x", dist.Normal(loc, 0.5), obs=x)
+
+    return flagged
+
+
+def prior(x, *args):
+    with pyro.plate("data", 2):
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+
+def assert_seen(flag, before, after, change=lambda: None):
+    """After a change the loss is that of a fresh objective, also between fresh analyses."""
+    program, elbo = coupling(flag), TraceIWAE_ELBO(50)
+    for i in range(5):
+        elbo.loss(program, prior, X, *before[i % len(before)])
+    change()
+    losses = []
+    for loss in (elbo, TraceIWAE_ELBO(50)):
+        pyro.set_rng_seed(1)
+        losses.append(loss.loss(program, prior, X, *after))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
 class Kind(enum.Enum):
     ONE = 1
     TWO = 2
 
 
 @pytest.mark.parametrize(
-    ("one", "two"),
+    ("flag", "before", "after"),
     [
-        (0, 1),
-        (True, 1),
-        (0.0, 0.5),
-        (Kind.ONE, Kind.TWO),
-        ("a", "b"),
-        (None, torch.zeros(())),
-        ([1, 2], [1, 2, 3]),
-        ({"a": 1}, {"b": 1}),
-        ((1, {"k": [0]}), (1, {"k": [1]})),
-        (np.int64(0), np.int64(1)),
-        (np.bool_(False), np.bool_(True)),
-        (torch.float32, torch.float64),
+        (lambda k: k == 1, [0], 1),
+        (lambda k: k is True, [1], True),
+        (lambda k: k > 0.5, [0.4, 0.45], 0.6),
+        (lambda k: k == 11, [*range(11)], 11),
+        (lambda k: k is Kind.TWO, [Kind.ONE], Kind.TWO),
+        (lambda k: k is not None, [None], torch.zeros(())),
+        (lambda k: len(k) == 3, [[1, 2]], [1, 2, 3]),
+        (lambda k: "b" in k, [{"a": 1}], {"b": 1}),
+        (lambda k: k[1]["k"][0], [(1, {"k": [0]})], (1, {"k": [1]})),
+        (bool, [np.int64(0)], np.int64(1)),
+        (bool, [torch.tensor(False)], torch.tensor(True)),
+        (lambda k: k.tied, [Settings()], Settings(True)),
     ],
-    ids=str,
 )
-def test_every_choice_among_the_arguments_has_its_analysis(one, two):
-    analyses = Analyses()
-    result = [analyses.of(programs_of(v)) for v in (one, two, one)]
-    assert result[0] is not result[1]
-    assert result[1] is not result[2]
-    assert result[2].uses == 2
+def test_an_argument_that_decides_what_is_executed_is_seen_at_once(flag, before, after):
+    assert_seen(flag, [(v,) for v in before], (after,))
 
 
-def test_numbers_that_count_are_left_to_the_timetable():
-    analyses, made = Analyses(), []
-    for step in range(100):
-        analyses.of(programs_of(step)).cached(("sites",), lambda: made.append(step))  # noqa: B023
-    assert len(made) < 20
+@pytest.mark.parametrize(
+    "place", [p for p in PLACES if p not in ("class of distributions", "builtin function")]
+)
+def test_a_value_outside_that_decides_what_is_executed_is_seen_at_once(place, monkeypatch):
+    for module in (outer, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    get, put = PLACES[place]()
+    try:
+        assert_seen(lambda: get() > 1.5, [()], (), lambda: put(2.0))
+    finally:
+        put(1.0)
+
+
+def test_a_buffer_that_decides_what_is_executed_is_seen_at_once():
+    module = torch.nn.BatchNorm1d(1)
+    assert_seen(
+        lambda: bool(module.running_mean > 0), [()], (), lambda: module.running_mean.add_(1)
+    )
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_fingerprint_of_a_step_is_the_same_from_step_to_step(name, monkeypatch):
+    # As if something had changed at every step.
+    monkeypatch.setattr("pyro_mcvae.structure.cache._Watch.covers", lambda *_: False)
+    example = EXAMPLES[name]()
+    sampler = example.sampler(vectorize=None)
+    for _ in range(5):
+        sampler.sample(example.programs)
+    (pair,) = sampler.analyses._pairs
+    uses = [a.uses for a in pair._analyses.values()]
+    # The first call of a guide may run the model to find its sites.
+    assert uses == [5] or (name == "messenger" and uses == [1, 4])
+
+
+def test_numbers_that_count_make_no_analyses():
+    made = []
+
+    def counted(x, step):
+        made.append(step)
+        coupling(lambda *_: False)(x * step)
+
+    elbo = TraceIWAE_ELBO(3)
+    for step in range(1, 65):
+        elbo.loss(counted, prior, X, step)
+    assert [made.count(step) for step in range(33, 64)] == [1] * 31
 
 
 def test_pairs_that_alternate_are_remembered():

@@ -38,6 +38,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from data import add_data_flags
 from results import commit, machine, write
 
+from pyro_mcvae.evaluation.plots import STYLES
+
 FIGURES = {
     "bound": {"objectives": "Wake-Sleep,AEVB", "latent": [3, 10, 20], "hidden": 200},
     "marginal": {"objectives": "Wake-Sleep,MCEM,AEVB", "latent": [3], "hidden": 100},
@@ -53,7 +55,7 @@ PAPER = {
         "num_train": [1000, 50_000],
     },
 }
-COLORS = {"Wake-Sleep": "C2", "MCEM": "C0", "AEVB": "C3"}
+SERIES = dict(zip(("AEVB", "Wake-Sleep", "MCEM"), STYLES[1:4], strict=True))
 
 
 @dataclass
@@ -146,7 +148,8 @@ def draw(points: Sequence[Point], path: Path) -> None:
                 curve = [p for p in mine if p.objective == name and p.split == split]
                 x, y = torch.tensor([(p.samples, p.value) for p in curve]).T
                 label = f"{name} ({split})"
-                axes.plot(x, y, style, marker=".", color=COLORS[name], lw=1.6, label=label)
+                color, marker = SERIES[name]
+                axes.plot(x, y, style, marker=marker, color=color, ms=4, lw=1.6, label=label)
         title = f"$N_z$ = {setting[1]}" if bounds else f"$N_{{train}}$ = {setting[0]}"
         axes.set(title=f"{points[0].dataset}, {title}", xlabel="# training samples evaluated")
         axes.grid(alpha=0.3)

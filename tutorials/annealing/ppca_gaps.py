@@ -29,6 +29,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
+from pyro_mcvae.evaluation.plots import STYLES
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import Results
@@ -124,7 +125,7 @@ def draw(results: dict[str, dict[str, float]], table: dict[str, Row], path: Path
 
     names = list(results)[::-1]
     figure, axes = plt.subplots(figsize=(7, 0.34 * len(names) + 1.2), layout="constrained")
-    colors = {"ELBO": "0.4", "IWAE": "tab:blue", "SIS": "tab:orange", "AIS": "tab:green"}
+    colors = dict(zip(("ELBO", "IWAE", "SIS", "AIS"), (c for c, _ in STYLES), strict=False))
     axes.barh(
         names,
         [results[n]["gap"] for n in names],

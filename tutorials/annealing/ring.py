@@ -33,10 +33,12 @@ from pyro_mcvae import (
     refine,
 )
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
+from pyro_mcvae.evaluation.plots import STYLES
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import Results
 
+(BLUE, _), (ORANGE, _) = STYLES[1:3]
 XI, ZETA, SIGMA, X = 1.0, 0.5, 0.4, 2.5
 
 
@@ -164,7 +166,7 @@ def draw(result: list[Method], path: Path) -> None:
     )
     for i, method in enumerate(result, 1):
         axes[0, i].set_title(f"{method.name}\nbound {method.bound:.2f}", fontsize=10)
-        for row, points, color in ((0, method.draws, "C0"), (1, method.refined, "C1")):
+        for row, points, color in ((0, method.draws, BLUE), (1, method.refined, ORANGE)):
             if points is None:
                 axes[row, i].set_axis_off()
                 for artist in list(axes[row, i].collections):

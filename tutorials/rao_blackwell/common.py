@@ -79,9 +79,13 @@ def draw_curves(path: Path, curves: dict[str, list[float]], xlabel: str, ylabel:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from pyro_mcvae.evaluation.plots import palette
+
     figure, axes = plt.subplots(figsize=(7, 4.5))
+    axes.set_prop_cycle(palette())
     for name, values in curves.items():
-        axes.plot(range(1, len(values) + 1), values, label=name)
+        every = max(1, len(values) // 10)
+        axes.plot(range(1, len(values) + 1), values, markevery=every, label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True)  # whole epochs only
     axes.legend(fontsize="small")

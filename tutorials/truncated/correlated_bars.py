@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae import EvolutionaryUpdate, TraceTruncated_ELBO, TruncatedPosterior
+from pyro_mcvae.evaluation.plots import STYLES
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import Results
@@ -132,16 +133,22 @@ def draw(learned: Model, linear: Model, curves: dict[str, list[list[float]]], pa
 
     figure = Figure(figsize=(10, 3), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    for (name, own), color in zip(curves.items(), ("C0", "C1"), strict=True):
+    blue, orange = STYLES[1:3]
+    for (name, own), (color, marker) in zip(curves.items(), (blue, orange), strict=True):
         for i, curve in enumerate(own):
+            epochs, style = range(1, len(curve) + 1), {"color": color, "marker": marker}
             label = name if i == 0 else None
-            left.plot(range(1, len(curve) + 1), curve, lw=0.8, color=color, label=label)
+            left.plot(epochs, curve, lw=0.8, markersize=4, markevery=5, label=label, **style)
     left.set(title="Free energy per image, every start", xlabel="epoch", ylabel="nats")
     left.legend()
     images = pairs()[1]
     truth = evidence(true_model(images), images)
-    for name, model, color in (("two layers", learned, "C0"), ("linear", linear, "C1")):
-        middle.plot(truth, evidence(model, images), "o", ms=3, color=color, label=name)
+    for name, model, (color, marker) in (
+        ("two layers", learned, blue),
+        ("linear", linear, orange),
+    ):
+        at = evidence(model, images)
+        middle.plot(truth, at, linestyle="", marker=marker, ms=4, color=color, label=name)
     ends = [float(truth.min()), float(truth.max())]
     middle.plot(ends, ends, "k-", lw=0.6)
     middle.set(title="Images of two bars", xlabel="true log p(x), nats", ylabel="learned")

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pyro_mcvae.evaluation.plots import STYLES
 from tests.benchmarks.growing import GrowingFile
 from tests.benchmarks.posteriors.trials import Trained
 
 EVIDENCE = "evidence"
 Found = list[tuple[str, dict[str, "Row"]]]
-COLORS = {"SGVB": "black", "IWAE": "tab:blue", "SIS": "tab:red", "AIS": "tab:green"}
-COLORS |= {"SIS-ULA": "tab:orange", "AIS-MALA": "tab:olive", "AutoDAIS": "tab:purple"}
+FAMILIES = ("SGVB", "IWAE", "SIS", "AIS", "SIS-ULA", "AIS-MALA", "AutoDAIS")
 
 
 # Commit, model, guide, seed, steps of the ELBO, and of the objective.
@@ -140,13 +140,14 @@ def figure(result: Found, path: Path) -> None:
             points.sort(key=lambda row: int(re.sub(r"x.*|\D", "", row.objective) or 0))
             x = [row.milliseconds for row in points]
             y = [evidence.bound - row.bound for row in points]
-            style = {"marker": "s" if chains else "o", "linestyle": "--" if chains else "-"}
+            index = FAMILIES.index(family) if family in FAMILIES else 0
+            color, marker = STYLES[index]
+            style = {"color": color, "marker": marker, "linestyle": "--" if chains else "-"}
             label = family + (f", {chains} chains" if chains else "")
             panel.errorbar(
                 x,
                 y,
                 [row.error for row in points],
-                color=COLORS.get(family, "gray"),
                 markersize=4,
                 label=label,
                 **style,
