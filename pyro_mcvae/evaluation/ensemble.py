@@ -12,6 +12,7 @@ from torch.distributions import Categorical, MixtureSameFamily, MultivariateNorm
 
 from pyro_mcvae.chains.kernels import HMC, State, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
+from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.laplace import LogDensity, Mode
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k
@@ -22,6 +23,8 @@ from pyro_mcvae.ops.weights import pareto_k
 # steps.
 _CHAINS, _MOVES, _FEWEST_WINDOWS, _MOST_WINDOWS = 100, 4, 6, 40
 _CHECKED, _HOPELESS = (20, 40, 80, 160, 320), 80
+# The fewest transitions whose draws are returned when the time budget ends.
+_FEWEST_KEPT = 10
 _LENGTH, _MOST_STEPS = 2.0, 32
 # First positions are moved towards their mode, at most so often, until their density is at most so
 # many nats lower than expected. The largest change of the logarithm of the step size over three
@@ -209,13 +212,19 @@ class Ensemble:
         state = self.evaluate(self._white(self.position))
         jumps = 1.0
         for checked in _CHECKED:
-            while len(self._positions) < checked:
-                state, info = self.kernel.step(state, self._target)
-                if jumps > 0.02:
-                    state, jumps = self._jump(state)
-                self._positions.append(self._mean + state.position @ self._factor.mT)
-                self._densities.append(state.log_weight)
-                self._acceptances.append(info.acceptance)
+            try:
+                while len(self._positions) < checked:
+                    state, info = self.kernel.step(state, self._target)
+                    if jumps > 0.02:
+                        state, jumps = self._jump(state)
+                    self._positions.append(self._mean + state.position @ self._factor.mT)
+                    self._densities.append(state.log_weight)
+                    self._acceptances.append(info.acceptance)
+            except OutOfTimeError:
+                if len(self._positions) < _FEWEST_KEPT:
+                    raise
+                ended = f"the time budget ended after {len(self._positions)} transitions"
+                return [*self._check(num_samples), ended]
             reasons = self._check(num_samples)
             needed = checked * self.excess**2
             if not reasons or (checked >= _HOPELESS and needed > 2 * _CHECKED[-1]):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_mcvae.coordinates.coordinate import bijection_of
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
 from pyro_mcvae.evaluation.options import Options, make_programs
+from pyro_mcvae.evaluation.clock import Stage
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.programs.sites import bare, known_support, with_mask
 from pyro_mcvae.programs.types import Distribution, Program, Site, is_subsampled, plate_frames
@@ -137,6 +138,7 @@ class LogDensity:
     def __init__(self, sampler: ImportanceSampler) -> None:
         self._sampler, self._log_weights = sampler, dict[int, LogWeight]()
         self.num_evaluations = 0
+        self.stage: Stage | None = None
         self._around: AbstractContextManager[object] = nullcontext()
         self.like = self._log_weight(1).coordinates[0].flatten()
 
@@ -154,7 +156,9 @@ class LogDensity:
         return self._log_weights[count]
 
     def evaluate(self, position: Tensor) -> Evaluation:
-        """Run the programs at positions of shape ``[K, D]``."""
+        """Run the programs at positions of shape ``[K, D]``, until the time budget ends."""
+        if self.stage is not None:
+            self.stage.check()
         log_weight = self._log_weight(len(position))
         return log_weight(position.reshape(-1, *log_weight.coordinates.shape[1:]))
 

@@ -411,13 +411,16 @@ def _by_ensemble(
     """
     model = latents_masked(programs.model)
     flat = replace(programs, model=model, guide=FlatGuide(model))
-    with weights_of(flat, replace(settings, joint=True)) as sampler:
+    with weights_of(flat, replace(settings, joint=True), call="refine") as sampler:
         density = LogDensity(sampler)
+        density.stage = sampler.clock.stage("moving an ensemble of chains", 1, "ensembles")
         modes = find_modes(density)
         first = None if start is None else density.position_of(start)
         ensemble = Ensemble.at_modes(density, modes, first)
         ensemble.warm_up()
         reasons = ensemble.sample(num_samples)
+        density.stage.advance()
+        density.stage = None
         kept = ensemble.kept()
         per_chain = math.ceil(num_samples / len(kept))
         times = torch.linspace(kept.shape[1] - 1, 0, per_chain).round().long().flip(0)

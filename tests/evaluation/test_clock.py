@@ -299,3 +299,22 @@ def test_a_search_for_labellings_that_does_not_end_is_named(time, caplog, monkey
     assert part.labellings is None
     assert float(whole.total - part.total) == pytest.approx(whole.labellings.added, abs=1e-5)
     assert "no search for exchangeable components" in caplog.text
+
+
+def test_an_ensemble_returns_the_draws_of_its_transitions(time):
+    """Without a guide: a budget ends the chains, which say so; or nothing is known yet."""
+    model, _ = programs(time)
+    whole = refine(model, X, seed=0)
+    seconds, time.seconds = time.seconds, 0.0
+    with pytest.raises(OutOfTimeError, match="ensemble of chains"):
+        refine(model, X, seed=0, time_budget=3)
+    known = []
+    for part in range(3, 10):
+        time.seconds = 0.0
+        try:
+            known.append(refine(model, X, seed=0, time_budget=0.1 * part * seconds))
+        except OutOfTimeError:
+            assert not known  # a longer budget knows more
+    assert whole.verdict.trusted
+    assert any("time budget ended" in str(draws.verdict) for draws in known)
+    assert all(draws["z"].shape == (1000, 3) for draws in known)
