@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import FrameType
@@ -250,14 +250,23 @@ def _describe(part: Any, about: list[object]) -> list[Tensor]:
     about.append(type(part))
     tensors: list[Tensor] = []
     is_own = is_written(type(part))
+    parameters = _parameters(part)
     for name, value in sorted(vars(part).items()):
         if name == "_inv" or name.startswith("_cached"):
             continue
         # A distribution may compute the tensors of other attributes at their first use.
-        is_lazy = isinstance(part, Distribution) and name not in part.arg_constraints
+        is_lazy = isinstance(part, Distribution) and name not in parameters
         if is_own or not (is_lazy and isinstance(value, Tensor)):
             about.append(name)
             tensors += _describe(value, about)
         if is_own and is_plain(value) and not isinstance(value, float):
             about.append(value)
     return tensors
+
+
+def _parameters(part: Distribution | Transform) -> Collection[str]:
+    """Return the names of a distribution's parameters, which a user's class may not declare."""
+    try:
+        return part.arg_constraints if isinstance(part, Distribution) else ()
+    except NotImplementedError:
+        return ()
