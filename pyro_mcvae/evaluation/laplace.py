@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.coordinates.coordinate import bijection_of
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
-from pyro_mcvae.evaluation.options import Options, make_programs
 from pyro_mcvae.evaluation.clock import Stage
+from pyro_mcvae.evaluation.options import Options, make_programs
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.programs.sites import bare, known_support, with_mask
 from pyro_mcvae.programs.types import Distribution, Program, Site, is_subsampled, plate_frames
@@ -406,7 +406,10 @@ def laplace_init(
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
         >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro_mcvae import laplace_init
         >>> def model(x, y):
         ...     slope = pyro.sample("slope", dist.ImproperUniform(dist.constraints.real, (), ()))
         ...     with pyro.plate("data", len(x)):

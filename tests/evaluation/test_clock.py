@@ -22,7 +22,7 @@ from pyro_mcvae import (
 from pyro_mcvae.evaluation import clock as clock_module
 from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError, Stage
 
-X = torch.tensor([-1.0, 0.0, 2.0])
+X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
 
 
 class Time:

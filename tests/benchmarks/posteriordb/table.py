@@ -13,7 +13,16 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-HEADER = ["posterior", "mean", "log sd", "trusted", "CPU s", "NUTS: mean", "log sd", "CPU s"]
+HEADER = [
+    "posterior",
+    "mean",
+    "log sd",
+    "trusted",
+    "CPU s",
+    "NUTS: mean",
+    "NUTS: log sd",
+    "NUTS: CPU s",
+]
 
 
 def read(path: str) -> dict[str, list[dict[str, str]]]:
