@@ -133,6 +133,8 @@ def test_schedules_that_are_none(schedule, message):
     ids=["no model", "no guide", "a string", "a class", "an objective", "an SVI"],
 )
 def test_what_is_no_program(evaluator, wrong, role):
+    if evaluator is refine and not callable(wrong[1]):
+        return  # without a guide, this is the first argument of the model
     with pytest.raises(ValueError, match=f"the {role} must be a Pyro program"):
         evaluator(*wrong, X)
 
