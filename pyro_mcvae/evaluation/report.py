@@ -216,7 +216,7 @@ class Report:
 
     @property
     def reweights(self) -> bool:
-        """Return whether weights suffice for :func:`refine`, which otherwise runs chains."""
+        """Return whether weights suffice for :func:`.refine`, which otherwise runs chains."""
         guide = self.guide
         size, count = guide.effective_sample_size, guide.num_particles
         return not (self.misses or weight_reasons(guide.pareto_k, size, count))
@@ -329,7 +329,7 @@ def report(
     these chains.
 
     The report says separately whether the guide is close to the posterior (``Report.close``),
-    whether :func:`refine` draws by weights alone (``Report.reweights``), and whether the evidence
+    whether :func:`.refine` draws by weights alone (``Report.reweights``), and whether the evidence
     and its error can be trusted (``Report.trusted``).
 
     **Training**: if all latents share one weight, or the guide is an AutoGuide, 100 more steps of
