@@ -318,7 +318,7 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     :param loss: an objective with Pyro's interface: one of this package's, or Pyro's own.
     :param str backend: ``"inductor"`` compiles the graph, once, for seconds to a minute;
-        ``"eager"`` runs the recorded operations, bit for bit those of the plain loss. Other
+        ``"eager"`` runs the recorded operations, those of the plain loss up to rounding. Other
         backends of :func:`torch.compile` are allowed.
     :param options: options of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
 
