@@ -31,3 +31,7 @@ def double_precision() -> Iterator[None]:
 def leading_dims_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several particles at once are run in a leading dim, or refused: no ``vmap``."""
     monkeypatch.setattr(runner, "_AT_ONCE", (Mode.BATCHED,))
+
+
+# Needs NumPyro, which the tests do not.
+collect_ignore = ["benchmarks/posteriordb/numpyro_side.py"]
