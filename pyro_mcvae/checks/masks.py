@@ -41,6 +41,7 @@ from pyro_mcvae.programs.sites import (
     is_scored,
     known_support,
     layers,
+    site_masks,
     with_mask,
 )
 from pyro_mcvae.programs.types import Program, Site
@@ -48,6 +49,12 @@ from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.marked import MarkedRunError, marked
 
 # Which entries the masks of a step remove, and whether the model depends on them.
+
+
+def has_masks(run: Run, in_guide: bool) -> bool:
+    """Return whether the guide, or the model, has a mask around a latent or in its distribution."""
+    terms = (t for t in run.terms if t.in_guide == in_guide)
+    return any(site_masks(t.site) for t in terms if is_latent(t.site))
 
 
 def mask_key(

@@ -274,7 +274,8 @@ class LogWeight:
         self.packing = self.plan.packing
         with self._running():
             self.first = evaluate(sample, self.records)
-        self._collect(self.first)
+        if finder is not None:
+            self._collect(self.first, finder)
         start = [{n: placed.at for n, placed in record.items()} for record in self.records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
 
@@ -292,11 +293,10 @@ class LogWeight:
             return entered(*twice)
         return entered(*twice, *self._checks())
 
-    def _collect(self, at: Evaluation) -> None:
+    def _collect(self, at: Evaluation, finder: KinkFinder) -> None:
         """Keep the kinks of an evaluation."""
-        if self.finder is not None:
-            ats = [placed.at for record in at.records for placed in record.values()]
-            self.finder.collect(at.log_weight, ats)
+        ats = [placed.at for record in at.records for placed in record.values()]
+        finder.collect(at.log_weight, ats)
 
     def _checks(self) -> list[AbstractContextManager[object]]:
         """
@@ -428,7 +428,8 @@ class LogWeight:
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         with self._running(flat):
             weights = evaluate(*self._run(flat))
-        self._collect(weights)
+        if self.finder is not None:
+            self._collect(weights, self.finder)
         return weights if depth == 1 else weights.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:

@@ -77,15 +77,13 @@ class Smoothness:
             return None
         return KinkFinder(CANCELLING)
 
-    def add(self, log_weight: LogWeight) -> bool:
+    def add(self, log_weight: LogWeight, finder: KinkFinder) -> bool:
         """
-        Add the kinks that have been seen.
+        Add the kinks that a finder has seen.
 
         :returns: whether there are some that ``log_weight`` was drawn without.
         """
-        finder, programs = log_weight.finder, log_weight.programs
-        if finder is None:
-            return False
+        programs = log_weight.programs
         widths, analysis = self.widths(programs), self._analyses.of(programs)
         new = {place: w for place, w in finder.widths().items() if place not in widths}
         if not analysis.get(_SOUGHT):

@@ -27,6 +27,7 @@ from pyro_mcvae.checks.faults import (
 )
 from pyro_mcvae.checks.masks import (
     check_unweighed,
+    has_masks,
     mask_key,
     masked_latents,
     masked_otherwise,
@@ -363,11 +364,8 @@ class ModelWarnings:
             not a mean of log weights.
         """
         collected, analysis = collects_parameters(), self._analyses.of(programs)
-
-        def concerns(_: Site, site: Site) -> bool:
-            return weighs(site) and counted_values(site) is not None
-
-        masks = mask_key(programs, runs[0], analysis, concerns) if runs else None
+        if runs and has_masks(runs[0], in_guide=True):
+            self._check_masks(programs, runs[0], analysis, weighs)
         if is_recording():
             return  # the uncompiled steps before the recording were checked
 
@@ -375,9 +373,18 @@ class ModelWarnings:
             self._check(programs, runs[:1] or [single_run(programs)], collected, weighs)
 
         analysis.cached(("warnings", collected), find_problems)
-        if masks is not None:
+
+    @staticmethod
+    def _check_masks(programs: Programs, run: Run, analysis: Analysis, weighs: Weighs) -> None:
+        """Check masks that were not checked before; a recording assumes what its masks have."""
+
+        def concerns(_: Site, site: Site) -> bool:
+            return weighs(site) and counted_values(site) is not None
+
+        masks = mask_key(programs, run, analysis, concerns)
+        if masks is not None and not is_recording():
             key = "unweighed", masks
-            analysis.cached(key, lambda: check_unweighed(programs, runs[0], weighs))
+            analysis.cached(key, lambda: check_unweighed(programs, run, weighs))
 
     def _check(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
@@ -638,19 +645,27 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         analysis = self.sampler.analyses.of(programs)
         used: _Counted | None = analysis.get(_COUNTED)
-        # Masks change from step to step. A step that counted other priors than its masks ask for
-        # is repeated.
-        with rewindable(used is None or used.masks is not None) as rewind:
+        if used is not None and used.masks is None:
+            estimate = self._estimate_of(programs)
+            if not (estimate.runs and has_masks(estimate.runs[0], in_guide=False)):
+                return programs, estimate
+        return self._counted_by_masks(programs, used, analysis)
+
+    def _counted_by_masks(
+        self, programs: Programs, used: _Counted | None, analysis: Analysis
+    ) -> tuple[Programs, Estimate]:
+        """Return the estimate of a step with masks, which may change from step to step."""
+        with rewindable(True) as rewind:
             counted, estimate, found = self._estimate_counted(programs, used, analysis)
             if found.names != (used.names if used else frozenset()):
-                rewind()
+                rewind()  # other priors were counted than the masks require
                 counted, estimate, _ = self._estimate_counted(programs, found, analysis)
             return counted, estimate
 
     def _estimate_counted(
         self, programs: Programs, used: _Counted | None, analysis: Analysis
     ) -> tuple[Programs, Estimate, _Counted]:
-        """Return the estimate with some priors counted, and the priors that its masks ask for."""
+        """Return the estimate with some priors counted, and the priors that its masks require."""
         model = None if used is None else used.model
         counted = programs if model is None else replace(programs, model=model)
         estimate = self._estimate_of(counted)

@@ -29,7 +29,7 @@ from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
-from pyro_mcvae.ops.tensors import follow, is_recording
+from pyro_mcvae.ops.tensors import follow, is_due, is_recording
 from pyro_mcvae.ops.vmap_dims import is_transformed
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
@@ -248,17 +248,14 @@ class ChainELBO(MonteCarloELBO, StoredModule):
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         if self.kernel.needs_gradient and is_transformed():
-            raise NotImplementedError(
-                f"{type(self).__name__} moves along gradients of its own, which transforms of "
-                f"torch.func (grad, vmap) do not let it take: use loss.backward(), or "
-                f"TraceIWAE_ELBO"
-            )
+            raise _transformed_error(self)
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
                 self.add_to_store()
             chain = self._run(density, slots)
-            self._smoothness.add(density.log_weight)  # for the steps to come
+            if (finder := density.log_weight.finder) is not None:
+                self._smoothness.add(density.log_weight, finder)  # for the next steps
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
             surrogate = self._surrogate(density, chain, slots, bound) if wanted else bound
@@ -315,7 +312,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        again = self._smoothness.add(log_weight)
+        again = finder is not None and self._smoothness.add(log_weight, finder)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _claim_kernel(self) -> None:
@@ -376,8 +373,9 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         return log_weight.squeeze(0) if len(log_weight) == 1 else log_weight.mean(0)
 
     def _adapt(self, programs: Programs, chain: Chain) -> None:
-        if not is_recording():
-            self._check_moves(chain, self.sampler.analyses.of(programs).uses)
+        count = self.sampler.analyses.of(programs).uses
+        if is_due(count) and not is_recording():
+            self._check_moves(chain, count)
         step_size = self.kernel.step_size
         if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
             return  # nothing to adapt, and no need to wait for other ranks
@@ -395,8 +393,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
         step = self.last_step
         adapts = type(self.kernel.step_size).update is not StepSize.update
         first = _FIRST_CHECK_IF_ADAPTIVE if adapts else _FIRST_CHECK
-        due = count >= first and count & (count - 1) == 0 and not self._warned
-        if not due or step is None or not step.acceptance.numel():
+        if count < first or self._warned or step is None or not step.acceptance.numel():
             return
         acceptance = step.acceptance.max() if self.kernel.adjusted else step.acceptance.min()
         if float(acceptance) >= _LEAST_ACCEPTANCE:
@@ -490,6 +487,13 @@ def _not_twice(error: Exception) -> str:
 
 
 # The annealed Langevin bound (L-MCVAE) for any Pyro program.
+
+
+def _transformed_error(loss: ChainELBO) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(loss).__name__} differentiates the log weight at each move, which transforms of "
+        f"torch.func (grad, vmap) do not allow: use loss.backward(), or TraceIWAE_ELBO"
+    )
 
 
 class TraceSIS_ELBO(ChainELBO):

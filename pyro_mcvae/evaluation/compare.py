@@ -23,13 +23,9 @@ from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError, Stage
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
-    filled,
-    fraction,
     guide_and_chains,
     has_light_tail,
     known_error,
-    number,
-    table,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
@@ -42,6 +38,7 @@ from pyro_mcvae.evaluation.options import (
     with_options,
 )
 from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
+from pyro_mcvae.evaluation.tables import filled, fraction, number, table
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
 from pyro_mcvae.ops.tensors import Tree
@@ -50,7 +47,7 @@ from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rest
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
-from pyro_mcvae.training.checkpoint import ModulePart, ParamStorePart, Part, Undo
+from pyro_mcvae.training.checkpoint import Undo, undo_training
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -363,9 +360,6 @@ def compare(
     few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
     modules = find_modules(*programs.pair)
-    inner = {id(part) for module in modules for part in list(module.modules())[1:]}
-    parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
-    parts.append(ParamStorePart({}))
 
     def new_svi(loss: Any, optim: PyroOptim) -> SVI:
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
@@ -377,7 +371,7 @@ def compare(
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few, clock)
-        comparison, start = Comparison({}, learns), _remember(parts)
+        comparison, start = Comparison({}, learns), undo_training(modules)
         try:
             for i, (name, pair) in enumerate(pairs.items()):
                 new_svi(*pair).step(*first.args, **first.kwargs)
@@ -401,7 +395,7 @@ def compare(
                     if not trained.failed:
                         _evaluate(trained, programs, settings, clock)
                 comparison[name] = trained
-                comparison._trained[name] = _remember(parts)
+                comparison._trained[name] = undo_training(modules)
                 start()
         finally:
             start()
@@ -500,17 +494,6 @@ class _Data:
             shared = sample.structure.global_sites.guide
             self._weights[key] = 1.0 if shared else float(sample.num_weights)
         return self._weights[key]
-
-
-def _remember(parts: list[Part]) -> Undo:
-    """Return a function that restores the current values, in the same tensors."""
-    undos = [part.undo() for part in parts]
-
-    def put() -> None:
-        for undo in undos:
-            undo()
-
-    return put
 
 
 def _train(

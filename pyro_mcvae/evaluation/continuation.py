@@ -1,8 +1,7 @@
-"""Whether the training of a guide has converged: its bound over a short continuation, on a copy."""
+"""Whether the training of a guide has converged: its bound over a short continuation."""
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import NamedTuple
 
@@ -13,10 +12,10 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
+from pyro_mcvae.programs.isolation import find_modules
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import first_line
-
-_logger = logging.getLogger(__name__)
+from pyro_mcvae.training.checkpoint import undo_training
 
 # Steps of the continuation, their first and last step size, and the number of draws of each bound.
 _STEPS, _FIRST, _LAST, _DRAWS = 100, 1e-2, 1e-4, 20
@@ -31,14 +30,19 @@ class Rise(NamedTuple):
     :ivar nats: NaN if it was not checked.
     :ivar error: the standard error.
     :ivar weights: the number of weights of the guide.
+    :ivar why: why training could not continue; empty if it did, or if it was not checked.
     """
 
     nats: float = math.nan
     error: float = math.nan
     weights: int = 1
+    why: str = ""
 
     @property
     def text(self) -> str:
+        """Return what this means for the training, in lower case."""
+        if self.why:
+            return f"training may not have converged, since it cannot continue: {self.why}"
         rise = f"the bound rises by {self.nats:.1f} nats in {_STEPS} steps"
         return f"training has not converged: {rise}"
 
@@ -53,10 +57,11 @@ NOT_CHECKED = Rise()
 
 def continue_training(programs: Programs, weights: int, check: bool | None = None) -> Rise:
     """
-    Train on for 100 steps of Adam, restore the parameters, and return by how much the ELBO rose.
+    Train on for 100 steps of Adam, restore all state, and return by how much the ELBO rose.
 
     The step size falls from 0.01 to 0.0001. Both bounds are means over the same random numbers.
-    The result is NaN if the programs have no ELBO with gradients.
+    The result is NaN, with the reason, if training cannot continue. Parameters have other values
+    until this returns, also in other threads.
 
     :param weights: the number of weights of the guide.
     :param check: None trains only if there is one weight, or the guide is an AutoGuide: encoders
@@ -75,7 +80,7 @@ def continue_training(programs: Programs, weights: int, check: bool | None = Non
             losses.append(-loss.loss(programs.model, programs.guide, *args, **kwargs))
         return torch.tensor(losses, dtype=torch.float64)
 
-    saved: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    restore, gradients = undo_training(find_modules(*programs.pair)), dict[Tensor, Tensor | None]()
     try:
         before = bounds()
         with torch.enable_grad(), poutine.trace(param_only=True) as capture:
@@ -83,7 +88,7 @@ def continue_training(programs: Programs, weights: int, check: bool | None = Non
         sites = capture.trace.nodes.values()
         parameters = {site["value"].unconstrained() for site in sites if site["type"] == "param"}
         trained = [p for p in parameters if p.requires_grad]
-        saved = [(p, p.detach().clone(), p.grad) for p in trained]
+        gradients = {p: p.grad for p in trained}
         for p in trained:
             p.grad = None
         optimizer = torch.optim.Adam(trained, lr=_FIRST)
@@ -98,11 +103,9 @@ def continue_training(programs: Programs, weights: int, check: bool | None = Non
             schedule.step()
         rises = bounds() - before
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        _logger.info("training was not continued: %s", first_line(error))
-        return NOT_CHECKED
+        return Rise(why=first_line(error))
     finally:
-        with torch.no_grad():
-            for p, value, grad in saved:
-                p.copy_(value)
-                p.grad = grad
+        restore()
+        for p, gradient in gradients.items():
+            p.grad = gradient
     return Rise(float(rises.mean()), float(rises.std()) / _DRAWS**0.5, weights)

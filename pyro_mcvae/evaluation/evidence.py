@@ -20,10 +20,7 @@ from pyro_mcvae.evaluation.options import (
     make_programs,
     with_options,
 )
-from pyro_mcvae.evaluation.tables import filled as filled
-from pyro_mcvae.evaluation.tables import fraction as fraction
-from pyro_mcvae.evaluation.tables import number
-from pyro_mcvae.evaluation.tables import table as table
+from pyro_mcvae.evaluation.tables import fraction, number
 from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary, weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple, cast
 
 import pyro
@@ -14,7 +14,6 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 from torch.distributions import transform_to
-from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.coordinates.coordinate import bijection_of
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
@@ -117,16 +116,6 @@ class FlatGuide(AutoGuide):
         return values
 
 
-class _NaNCholesky(TorchFunctionMode):
-    """Gives factors of NaN to matrices that are not positive definite, instead of an error."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.linalg.cholesky, torch.cholesky):
-            return func(*args, **(kwargs or {}))
-        factor, info = torch.linalg.cholesky_ex(*args, **(kwargs or {}))
-        return factor.masked_fill((info > 0)[..., None, None], math.nan)
-
-
 class LogDensity:
     r"""
     The log density of a posterior over unconstrained coordinates, up to a constant, and its
@@ -139,7 +128,6 @@ class LogDensity:
         self._sampler, self._log_weights = sampler, dict[int, LogWeight]()
         self.num_evaluations = 0
         self.stage: Stage | None = None
-        self._around: AbstractContextManager[object] = nullcontext()
         self.like = self._log_weight(1).coordinates[0].flatten()
 
     @property
@@ -190,25 +178,28 @@ class LogDensity:
         """
         Return the log density, shape ``[K]``, and its gradient, shape ``[K, D]``.
 
-        Where the density is not finite, or a Cholesky factorization fails, both the density and
-        the gradient are zero.
+        Where the density is not finite, or a matrix cannot be factorized, the density is zero and
+        the gradient is too.
         """
         self.num_evaluations += 1
-        try:
-            value, gradient = self._differentiate(position)
-        except torch.linalg.LinAlgError:
-            if isinstance(self._around, _NaNCholesky):  # another factorization
-                raise
-            self._around = _NaNCholesky()
-            value, gradient = self._differentiate(position)
+        value, gradient = self._differentiate(position)
         bad = ~(value.isfinite() & gradient.isfinite().all(-1))
-        return value.detach().masked_fill(bad, -math.inf), gradient.masked_fill(bad[:, None], 0.0)
+        return value.masked_fill(bad, -math.inf), gradient.masked_fill(bad[:, None], 0.0)
 
     def _differentiate(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        with self._around, pyro.validation_enabled(False), torch.enable_grad():
-            at = self.evaluate(moved := position.detach().clone().requires_grad_())
-            value = (at.log_base + at.log_weight).flatten()
-            return value, torch.autograd.grad(value.sum(), moved)[0]
+        moved = position.detach().clone().requires_grad_()
+        try:
+            with pyro.validation_enabled(False), torch.enable_grad():
+                at = self.evaluate(moved)
+                value = (at.log_base + at.log_weight).flatten()
+                return value.detach(), torch.autograd.grad(value.sum(), moved)[0]
+        except torch.linalg.LinAlgError:
+            if len(position) == 1:
+                return position.new_full((1,), -math.inf), torch.zeros_like(position)
+        # One matrix that is not positive definite fails the batch: find its row by halves.
+        halves = map(self._differentiate, position.tensor_split(2))
+        values, gradients = zip(*halves, strict=True)
+        return torch.cat(values), torch.cat(gradients)
 
 
 # Modes: L-BFGS from several starts, then Newton's method.

@@ -396,7 +396,7 @@ def _automatic(programs: Programs, settings: Options, num_samples: int) -> Poste
         reason = f"chains cannot move them ({first_line(error)})"
         reasons = (*draws.verdict.reasons, reason)
         draws.verdict = replace(draws.verdict, reasons=reasons)
-    if rise.is_large:
+    if rise.is_large or rise.why:
         draws.verdict = replace(draws.verdict, method=f"{draws.verdict.method}; {rise.text}")
     return draws
 

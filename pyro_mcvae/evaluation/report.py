@@ -18,10 +18,7 @@ from pyro_mcvae.evaluation.continuation import NOT_CHECKED, Rise, continue_train
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
-    filled,
-    fraction,
     has_light_tail,
-    table,
     with_error,
 )
 from pyro_mcvae.evaluation.options import (
@@ -35,6 +32,7 @@ from pyro_mcvae.evaluation.options import (
 )
 from pyro_mcvae.evaluation.plots import panels, plot_estimates, plot_gaps
 from pyro_mcvae.evaluation.refine import weight_reasons
+from pyro_mcvae.evaluation.tables import filled, fraction, table
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
@@ -225,9 +223,9 @@ class Report:
     def converged(self) -> bool:
         """
         Return whether the training has converged: 100 more steps do not raise the ELBO by 0.1 nats
-        per weight, and by three errors. It holds if this was not checked.
+        per weight, and by three errors. True if this was not checked, False if it is not known.
         """
-        return not self.rise.is_large
+        return not (self.rise.is_large or self.rise.why)
 
     @property
     def advice(self) -> str:
@@ -235,7 +233,7 @@ class Report:
         # No loss closes the part of the gap that comes from labellings.
         missing = self.evidence.added
         gap, n = float(self.gap.mean()) - missing, self.gap.numel()
-        if not self.converged:
+        if self.rise.is_large:
             return "Next: train on, from AutoNormal(model, **laplace_init(model, *args)) if slow."
         if self.misses and n == 1 and not self.discrete:
             return "Next: draws = refine(model, *args), which searches for modes."
@@ -251,6 +249,8 @@ class Report:
         loss = "TraceIWAE_ELBO(num_particles=10)"
         if gap > _TENS:
             loss = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)"
+        elif fraction(self.guide.unreliable) > _FEW:  # the gap may be larger than its estimate
+            loss += " (for a gap of ten nats, TraceSIS_ELBO)"
         return f"Next: train with {loss}, or draws = refine(model, guide, *args)."
 
     def __str__(self) -> str:
@@ -333,7 +333,7 @@ def report(
     and its error can be trusted (``Report.trusted``).
 
     **Training**: if all latents share one weight, or the guide is an AutoGuide, 100 more steps of
-    Adam run on copies of the parameters. If they raise the ELBO, training has not converged
+    Adam run, and all state is restored. If they raise the ELBO, training has not converged
     (``Report.converged``).
 
     **Missed modes**: if the guide never draws near a mode of the posterior, neither :math:`\hat k`

@@ -161,7 +161,7 @@ def counted_values(site: Site) -> Tensor | None:
     :returns: a boolean tensor that broadcasts to the value's shape, with its last dims for the
         event; None without a mask.
     """
-    masks = [(_as_mask(site, mask), event_dim) for mask, event_dim in _masks(site)]
+    masks = [(_as_mask(site, mask), event_dim) for mask, event_dim in site_masks(site)]
     event_masks = [mask.reshape(mask.shape + (1,) * event_dim) for mask, event_dim in masks]
     return reduce(torch.logical_and, event_masks) if event_masks else None
 
@@ -205,7 +205,7 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
     return fn.mask(counted)
 
 
-def _masks(site: Site) -> list[tuple[bool | Tensor, int]]:
+def site_masks(site: Site) -> list[tuple[bool | Tensor, int]]:
     """Return the masks, each with the number of event dims below it; outermost first, not True."""
     wrappers = takewhile(is_wrapper, layers(site["fn"]))
     inner = [(fn._mask, fn.event_dim) for fn in wrappers if isinstance(fn, MaskedDistribution)]
@@ -220,7 +220,7 @@ def _as_mask(site: Site, mask: bool | Tensor) -> Tensor:
 
 def masks_of(site: Site) -> list[bool | Tensor]:
     """Return the masks of a site and of its distribution, outermost first, but none in events."""
-    return [mask for mask, event_dim in _masks(site) if event_dim == site["fn"].event_dim]
+    return [mask for mask, event_dim in site_masks(site) if event_dim == site["fn"].event_dim]
 
 
 def masked_entries(site: Site) -> Tensor | None:

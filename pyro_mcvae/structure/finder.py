@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -230,11 +229,17 @@ class StructureFinder:
         """Warn of densities that jump with reparameterized draws, whose gradients omit it."""
         if not torch.is_grad_enabled():
             return
-        with suppress(MarkedRunError):  # said elsewhere
+        try:
             found = marked(programs, run)
-            for key, steps in found.steps.items():
-                for step in steps:
-                    self._warn(_step_warning(key, step, min(found.names(step.bits))))
+        except MarkedRunError as error:
+            self._warn(
+                f"the model and guide fail when they run again at the same draws ({error}), so it "
+                f"is unknown whether a density jumps with draws, which gradients omit"
+            )
+            return
+        for key, steps in found.steps.items():
+            for step in steps:
+                self._warn(_step_warning(key, step, min(found.names(step.bits))))
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
         """Find, for each factor, the plates in which it depends on latents of other elements."""

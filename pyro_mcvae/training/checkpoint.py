@@ -8,7 +8,7 @@ import pickle
 import re
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
@@ -420,6 +420,23 @@ class ModulePart(Part):
                         live[name].copy_(value)
 
         return restore
+
+
+def undo_training(modules: Sequence[nn.Module]) -> Undo:
+    """
+    Return a function that restores parameters, buffers and Pyro's parameter store, as they are now.
+
+    The values are put back into the same tensors, so that optimizers still update them.
+    """
+    inner = {id(part) for module in modules for part in list(module.modules())[1:]}
+    undos = [ModulePart(m).undo() for m in modules if id(m) not in inner]
+    undos.append(ParamStorePart({}).undo())
+
+    def restore() -> None:
+        for undo in undos:
+            undo()
+
+    return restore
 
 
 # Checkpoints: the whole state of a training run in one file.

@@ -119,24 +119,43 @@ def test_schedules_that_are_none(schedule, message):
             evaluator(model, guide, X, schedule=schedule)
 
 
-@evaluators
+NO_PROGRAMS = {
+    "no model": ((None, guide), "model"),
+    "no guide": ((model, None), "guide"),
+    "a string": ((model, "guide"), "guide"),
+    "a class": ((model, AutoNormal), "guide"),
+    "an objective": ((model, TraceIWAE_ELBO()), "guide"),
+    "an SVI": ((SVI(model, guide, pyro.optim.Adam({}), Trace_ELBO()), guide), "model"),
+}
+
+
 @pytest.mark.parametrize(
-    ("wrong", "role"),
+    ("evaluator", "name"),
     [
-        ((None, guide), "model"),
-        ((model, None), "guide"),
-        ((model, "guide"), "guide"),
-        ((model, AutoNormal), "guide"),
-        ((model, TraceIWAE_ELBO()), "guide"),
-        ((SVI(model, guide, pyro.optim.Adam({}), Trace_ELBO()), guide), "model"),
+        (evaluator, name)
+        for evaluator in EVALUATORS
+        for name, (wrong, _) in NO_PROGRAMS.items()
+        if evaluator is not refine or callable(wrong[1])  # others are arguments of the model
     ],
-    ids=["no model", "no guide", "a string", "a class", "an objective", "an SVI"],
 )
-def test_what_is_no_program(evaluator, wrong, role):
-    if evaluator is refine and not callable(wrong[1]):
-        return  # without a guide, this is the first argument of the model
+def test_what_is_no_program(evaluator, name):
+    wrong, role = NO_PROGRAMS[name]
     with pytest.raises(ValueError, match=f"the {role} must be a Pyro program"):
         evaluator(*wrong, X)
+
+
+@pytest.mark.parametrize("first", [None, "guide"])
+def test_refine_passes_what_is_no_guide_to_the_model(first):
+    arguments = (first, X) if first else (X,)
+
+    def model(*args):
+        assert args == arguments
+        with pyro.plate("data", len(X)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+    draws = refine(model, first, X, num_samples=100, seed=0)
+    assert draws["z"].shape == (100, len(X))
 
 
 @evaluators
