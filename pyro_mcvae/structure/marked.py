@@ -27,6 +27,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.ops.marks import WORD, Draw, Marks, Step, bits_of, mask_of_bits, union
+from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.isolation import restored
@@ -453,7 +454,7 @@ def marked_run(
     Run both programs with marked draws, and restore all state afterwards.
 
     :param subsamples: the minibatch.
-    :param values: values of guide sites, by name.
+    :param values: values of random sites, by name.
     :param sample_fn: returns values of the other random sites.
     :param leading: the leading dims, with the particles' plates.
     :param replayed: random numbers outside sample sites of a single run, which the last particle of
@@ -469,9 +470,12 @@ def marked_run(
 
     def draw(msg: Message) -> Tensor | None:
         marks.at_site = True  # the marker, an outer handler, is not called yet
+        value = (values or {}).get(msg["name"])
+        if value is not None:
+            return _in_shape(value, msg["fn"].shape())
         return None if sample_fn is None else sample_fn(msg)
 
-    substitutes = Substitutes(Minibatch(subsamples), values or {}, draw)
+    substitutes = Substitutes(Minibatch(subsamples), {}, draw)
     with (
         restored(programs.owners),
         pyro.validation_enabled(False),
@@ -588,6 +592,17 @@ def single_values(run: Run) -> dict[str, Tensor]:
         name: last_entry(value, run.nesting + nodes[name]["fn"].event_dim)
         for name, value in run.latents.items()
     }
+
+
+def _in_shape(value: Tensor, shape: torch.Size) -> Tensor:
+    """
+    Return a draw of a run with leading dims in the shape that its site has alone.
+
+    Left of a site's own plates, such a draw has dims of size one, which indexing from the left sees.
+    """
+    if value.numel() != shape.numel():
+        return value
+    return changed_draw(lambda v: as_shape(v, shape), value)
 
 
 def last_entry(value: Tensor, inner: int) -> Tensor:
