@@ -513,10 +513,15 @@ class _Outside(TorchFunctionMode):
         """Index by integers without dims, which PyTorch reads as numbers."""
         with self._only_checked():
             result = func(*args)
-            chosen = args[0] if func is Tensor.__setitem__ else result.clone()
-        bits |= self._marks.bits(args)
-        self._marks.write(chosen, bits)
-        return None if func is Tensor.__setitem__ else chosen
+            if func is not Tensor.__setitem__:
+                # Any entry of the data may be chosen; marks of other indices stay in their places.
+                chosen = result.clone()
+                extra = mask_of_bits(bits | self._marks.bits(args[0]), self._marks.words, chosen)
+                mask = self._marks.mask(chosen)
+                self._marks.write(chosen, extra if mask is None else mask | extra)
+                return chosen
+        self._marks.write(args[0], bits | self._marks.bits(args))
+        return None
 
     @contextmanager
     def _only_checked(self) -> Iterator[None]:

@@ -324,3 +324,18 @@ def test_shadows_live_as_long_as_their_tensors():
         for _ in range(50):
             x = x + 1
     assert len(marks._shadows) <= 2
+
+
+def test_an_index_without_dims_leaves_other_indices_in_their_places():
+    table, rows = torch.randn(N, 2, 3), torch.arange(N)
+    with Marks(lambda: "") as marks:
+        number, states = torch.tensor(1), torch.randint(3, (N,))
+        of_number, *of_states = (marks.new_bits() for _ in range(1 + N))
+        marks.write(number, of_number)
+        marks.write(states, torch.tensor(of_states).reshape(1, N))
+        chosen = table[rows, number, states]
+        of_data = states.reshape(1, N).expand(2, N)[number]
+    assert marks.mask(chosen)[0].tolist() == [of_number | bits for bits in of_states]
+    # Another number may choose any of the data.
+    assert marks.bits(of_data) == of_number | sum(of_states)
+    assert not marks.control
