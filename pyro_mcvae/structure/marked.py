@@ -598,7 +598,7 @@ def _in_shape(value: Tensor, shape: torch.Size) -> Tensor:
     """
     Return a draw of a run with leading dims in the shape that its site has alone.
 
-    Left of a site's own plates, such a draw has dims of size one, which indexing from the left sees.
+    Left of a site's own plates, such a draw has dims of size one, which an index sees.
     """
     if value.numel() != shape.numel():
         return value

@@ -164,7 +164,8 @@ def quick(cases, chosen):
 
 @pytest.mark.parametrize(("name", "estimator"), quick(PAIRS, QUICK))
 def test_the_mean_is_the_exact_sum(name, estimator):
-    count, steps = (1, 60) if name in (*LOOPED, "reshaped") else (200, 12)
+    # Rare draws: the standard error of 60 steps was off by more than any bound on it allows.
+    count, steps = (1, 300) if name in (*LOOPED, "reshaped") else (200, 12)
     elbo = TraceRaoBlackwell_ELBO(num_particles=count, **ESTIMATORS[estimator]())
     assert_means(ALL_PROGRAMS[name], elbo, steps)
 
