@@ -52,9 +52,9 @@ from pyro_mcvae.structure.marked import MarkedRunError, marked
 
 
 def has_masks(run: Run, in_guide: bool) -> bool:
-    """Return whether the guide, or the model, has a mask around a latent or in its distribution."""
-    terms = (t for t in run.terms if t.in_guide == in_guide)
-    return any(site_masks(t.site) for t in terms if is_latent(t.site))
+    """Return whether the guide, or the model, has a mask around a latent that the guide draws."""
+    drawn, terms = run.guide_trace.nodes, (t for t in run.terms if t.in_guide == in_guide)
+    return any(site_masks(t.site) for t in terms if t.key.name in drawn and is_latent(t.site))
 
 
 def mask_key(

@@ -378,6 +378,7 @@ class Runner:
         may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
         if may_sum and has_unsummed_states(run.guide_trace, run.model_trace):
             self._keep(execution.key, _SUMS, True)
+            self.analyses.forget_run(execution.key)
             raise _RepeatError(layout.shared)
         depth = self.declared_nesting
         if layout.nesting is not None:

@@ -183,7 +183,7 @@ class _Pair:
         # A change of something that is not watched makes a new analysis, with a warning.
         surprise = analysis.is_new and use.is_covered
         if analysis.fingerprint in (None, 0, fingerprint) or surprise:
-            self._analyses.pop(cast("int", analysis.fingerprint), None)
+            self.drop(analysis)
             analysis.fingerprint, use.is_known = fingerprint, True
             self._keep(analysis)
             if watch is not None:
@@ -197,6 +197,11 @@ class _Pair:
             other.uses += 1
             self._keep(other)
         return False
+
+    def drop(self, analysis: Analysis) -> None:
+        """Remove an analysis until another run has its fingerprint taken."""
+        self._analyses.pop(cast("int", analysis.fingerprint), None)
+        analysis.fingerprint = None
 
     def _keep(self, analysis: Analysis) -> None:
         if analysis.fingerprint is not None:
@@ -278,6 +283,13 @@ class Analyses:
             more = seen.reads or known.unsupported or known.generators or generators.moved()
             watch = _Watch(call.floats, known, bool(more), fingerprint)
         return result if use.pair.end(use, fingerprint, watch, call.key) else None
+
+    def forget_run(self, programs: Programs) -> None:
+        """Take the fingerprint of the next run, which a new finding lays out in another way."""
+        use = self._use(programs)
+        if not is_recording():
+            use.pair.drop(use.analysis)
+            use.is_known = False
 
     def _use(self, programs: Programs) -> _Use:
         return programs.cached(self, lambda: self._find(programs))

@@ -124,3 +124,30 @@ def test_counters_and_running_means_are_those_of_plain_svi():
     assert float(ours.count) == float(plain.count) == 20
     assert ours.encoder[1].num_batches_tracked == plain.encoder[1].num_batches_tracked == 10
     assert bool(ours.encoder[1].running_var.isfinite().all())
+
+
+@pytest.mark.parametrize("loss", [TraceSGVB_ELBO, TraceRaoBlackwell_ELBO, TraceIWAE_ELBO])
+def test_masked_sites_that_the_model_sums_cost_no_further_run(loss):
+    """Only latents of the guide have priors that a mask may remove."""
+    runs, mask = [], torch.tensor([True, True, False])
+
+    def model():
+        runs.append(None)
+        p = pyro.sample("p", dist.Beta(torch.tensor(2.0), torch.tensor(3.0)))
+        with pyro.plate("data", 6, 3) as batch, pyro.poutine.mask(mask=mask):
+            logits = torch.stack([p.log(), (1 - p).log()], -1)
+            y = pyro.sample("y", dist.Categorical(logits=logits), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(2.0 * y, 1.0), obs=X[:, 0].float()[batch])
+
+    def guide():
+        a = pyro.param("a", torch.tensor(2.0))
+        pyro.sample("p", dist.Beta(a, torch.tensor(3.0)))
+
+    elbo, counts, losses = loss(), [], []
+    for _ in range(12):
+        runs.clear()
+        pyro.set_rng_seed(0)
+        losses.append(elbo.loss(model, guide))
+        counts.append(len(runs))
+    assert {counts[i] for i in (2, 4, 5, 6, 8, 9, 10, 11)} == {1}
+    assert losses == pytest.approx([losses[0]] * 12, rel=1e-6)
