@@ -81,7 +81,9 @@ def same_settings(args: argparse.Namespace, may_differ: Collection[str]) -> None
                 f"{args.out} has results with {name} = {before}, but {name} is {settings[name]}: "
                 f"pass another --out, or remove that folder"
             )
-    path.write_text(json.dumps(settings))
+    own = path.with_suffix(f".{os.getpid()}")  # other processes may read the file meanwhile
+    own.write_text(json.dumps(settings))
+    own.replace(path)
 
 
 def write(rows: Sequence[dict[str, Any]], path: Path) -> None:

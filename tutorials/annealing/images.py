@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,9 +28,13 @@ class Task:
     size: int
     binary: bool
 
+    def to(self, device: str) -> "Task":
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
     def batches(self, batch_size: int) -> Iterator[Tensor]:
         while True:
-            for rows in torch.randperm(len(self.train)).split(batch_size):
+            order = torch.randperm(len(self.train), device=self.train.device)
+            for rows in order.split(batch_size):
                 x = self.train.index_select(0, rows)
                 yield x.bernoulli() if self.binary else x.float() / 255
 

@@ -24,14 +24,16 @@ seeds, all test images. They take days on a CPU, and hours with ``--epochs 3 --s
 ``.npz`` file in the folder with ``train_images`` and ``test_images``, bytes of shape [images, 3,
 size, size].
 
-If a run was interrupted, the same command continues it from the last epoch. ``--compiled`` records
-each step once and compiles it. Times are CPU times of this process on one thread, so they are
-comparable on a busy machine.
+If a run was interrupted, the same command continues it from the last epoch. ``--minutes``
+interrupts it, and more ``--epochs`` continue a finished run. ``--compiled`` records each step once
+and compiles it. Times are CPU times of this process on one thread, so they are comparable on a busy
+machine; with ``--device cuda`` they are wall-clock times.
 """
 
 import argparse
 import copy
 import json
+import math
 import os
 import statistics
 import sys
@@ -177,7 +179,7 @@ class Result:
     seed: int
     pretrained_epochs: float
     epochs: float
-    cpu_seconds: float
+    cpu_seconds: float  # wall-clock seconds on a GPU
     bound: float  # the bound of the objective over the last tenth of the steps
     nll_chain: float
     nll_chain_error: float  # standard error over the test images
@@ -213,11 +215,16 @@ def train(
     Return the bounds, a few test NLLs during training with their CPU times, and the loss.
 
     :param path: the checkpoint. Each epoch replaces it, and a second call starts from it.
+    :raises SystemExit: at the end of an epoch after ``--minutes``.
     """
     pyro.clear_param_store()
     loss = OBJECTIVES[name]()
     adam = Adam({"lr": args.learning_rate})
-    svi = SVI(vae.model, vae.guide, adam, loss=CompiledELBO(loss) if args.compiled else loss)
+    cuda = args.device.startswith("cuda")
+    clock = time.perf_counter if cuda else time.process_time
+    options = {"mode": "reduce-overhead"} if cuda else {}  # as CUDA graphs
+    wrapped = CompiledELBO(loss, **options) if args.compiled else loss
+    svi = SVI(vae.model, vae.guide, adam, loss=wrapped)
     past: Any = {"bounds": [], "curve": [], "spent": 0.0}
     if path.exists():
         past = load_checkpoint(path, {"svi": svi})
@@ -240,12 +247,14 @@ def train(
             if fraction >= len(curve) / args.checkpoints:
                 curve.append(quick_nll())
             x = next(batches)
-            start = time.process_time()
+            start = clock()
             bounds.append(-svi.step(x) / len(x))
-            spent += time.process_time() - start
+            spent += clock() - start
             progress.set_postfix_str(f"{bounds[-1]:.1f}", refresh=False)
             if len(bounds) % per_epoch == 0:
                 save()
+                if time.monotonic() > args.end:
+                    raise SystemExit(f"{path} has {len(bounds) // per_epoch} epochs: no time left")
     save()  # Also save within an epoch, because the stored evaluations are of this model.
     curve.append(quick_nll())
     return bounds, curve, loss
@@ -272,8 +281,9 @@ def estimators() -> dict[str, TraceSIS_ELBO | TraceIWAE_ELBO | TraceAIS_ELBO]:
 @torch.no_grad()
 def held_out(vae: VAE, x: Tensor, estimator: Any, progress: str | None = None) -> Tensor:
     """Return the estimate of log p(x) for each image."""
-    # The decoded copies of a chunk of images fit into the cache of the processor.
-    chunks = x.split(max(1, min(20, 1000 // estimator.num_particles)))
+    # The decoded copies of a chunk of images fit into the cache of the processor, or fill a GPU.
+    most = 20_000 if x.is_cuda else min(1000, 20 * estimator.num_particles)
+    chunks = x.split(max(1, most // estimator.num_particles))
     with tqdm(chunks, progress, disable=progress is None, mininterval=quiet()) as shown:
         return torch.cat(
             [estimator.bounds(vae.model, vae.guide, chunk).per_datum for chunk in shown]
@@ -284,22 +294,24 @@ def evaluations(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
     """Return the NLL of each image by each estimator. Read finished estimates from files."""
     result = []
     for name, estimator in estimators().items():
-        kept = path.with_suffix(f".{name}.pt")
+        kept = path.with_name(f"{path.stem}.{name}.pt")
         if not kept.exists():
             pyro.set_rng_seed(0)  # The noise of the estimators is the same for all models.
             torch.save(-held_out(vae, x, estimator, f"{path.stem}, {name}"), kept)
-        result.append(torch.load(kept, weights_only=True))
+        result.append(torch.load(kept, weights_only=True, map_location="cpu"))
     return result
 
 
 def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) -> Result:
     """Train the VAE with the objective, and evaluate it. Read finished parts from files."""
-    path = args.out / f"{name}-{seed}.json"
+    checkpoint = args.out / f"{name}-{seed}.pt"
+    stem = f"{name}-{seed}" + (f"-{args.epochs:g}" if math.isfinite(args.epochs) else "")
+    path = args.out / f"{stem}.json"
     if path.exists():
         return Result(**json.loads(path.read_text()))
     pyro.set_rng_seed(seed + 1000)
     limits = Limits(args.epochs, args.seconds)
-    bounds, curve, loss = train(name, vae, task, args, limits, path.with_suffix(".pt"))
+    bounds, curve, loss = train(name, vae, task, args, limits, checkpoint)
     record = getattr(loss, "last_step", None)
     chain, iwae, paper = evaluations(vae, task.test, path)
     result = Result(
@@ -430,6 +442,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--test-images", type=int, metavar="N", help="default: 1000; all with --paper, --dense")
     add("--checkpoints", type=int, default=5, help="number of test NLLs during training")
     add("--out", type=Path, default=Path("mnist_annealing"), metavar="DIR")
+    add("--device", default="cpu", help="of the networks and the images: cpu, or cuda")
+    add("--minutes", type=positive, default=math.inf, help="of this run, without evaluation")
     add("--compiled", action="store_true", help="record each step once, and compile it")
     add("--dense", action="store_true", help="settings of the paper, but one hidden layer of 400")
     add("--paper", action="store_true", help="networks, epochs and seeds of the paper")
@@ -458,6 +472,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.epochs is None:
         args.epochs = 20.0 if args.seconds is None else float("inf")
     args.seconds = args.seconds or float("inf")
+    args.end = time.monotonic() + 60 * args.minutes
     return args
 
 
@@ -465,15 +480,16 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parse(argv)
     torch.set_num_threads(1)  # CPU times are comparable only with one thread.
     pyro.enable_validation(False)  # Validation takes a large part of a step of such small models.
-    same_settings(args, may_differ=("objectives", "seeds", "download"))
+    same_settings(args, may_differ=("objectives", "seeds", "download", "epochs", "minutes", "end"))
     args.commit = (
         commit()
     )  # Read the commit at the start, because files may change during a long run.
     task = load(args.data_root, args.limit, args.test_images, args.dataset, args.download)
+    task = task.to(args.device)
     results: list[Result] = []
     for seed in args.seeds:
         pyro.set_rng_seed(seed)
-        start = VAE(task, args.hidden, args.latent)
+        start = VAE(task, args.hidden, args.latent).to(args.device)
         if args.pretrain:
             train("ELBO", start, task, args, Limits(args.pretrain), args.out / f"start-{seed}.pt")
         for name in args.objectives:
