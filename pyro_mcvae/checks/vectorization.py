@@ -15,7 +15,6 @@ from torch import Tensor
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
-from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import Leading
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import changed_draw, is_random
@@ -330,7 +329,7 @@ class LeadingRun:
 
     def _check_host_draws(self, single: MarkedRun) -> None:
         """Check that no density depends on draws of NumPy or Python, which particles share."""
-        with restored(self.programs.owners):
+        with self.programs.restored():
             state = torch.get_rng_state()
             pyro.set_rng_seed((torch.initial_seed() + 1) % 2**31)
             torch.set_rng_state(state)

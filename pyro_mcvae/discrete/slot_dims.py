@@ -30,7 +30,6 @@ from pyro_mcvae.programs.enumeration import (
     pack,
     sum_states,
 )
-from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, entered
 from pyro_mcvae.programs.sites import is_random
@@ -417,7 +416,7 @@ class SlotSampler:
         in_one_run = analysis.get(_IN_ONE_RUN)
         if in_one_run is False:
             return None
-        with rewindable(in_one_run is None) as rewind:
+        with self.sampler.analyses.rewindable(programs, in_one_run is None) as rewind:
             try:
                 runs = [slot_run_of(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:

@@ -26,7 +26,6 @@ from pyro_mcvae.discrete.site_slots import (
 from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
-from pyro_mcvae.programs.isolation import isolated, rewindable
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import changed_draw, is_random, is_scored, reparameterized
@@ -425,7 +424,8 @@ class SlotPlanner:
         """
         analysis = sampler.analyses.of(programs)
         has_plan, plan = analysis.get(_PLAN, False) is not False, analysis.get(_PLAN)
-        with rewindable(not has_plan or analysis.get(_CHANGING)) as rewind:
+        may_repeat = not has_plan or bool(analysis.get(_CHANGING))
+        with sampler.analyses.rewindable(programs, may_repeat) as rewind:
             for _ in range(_MAX_ATTEMPTS):
                 draws = plan and SlotDraws(plan, self.options, sampler.num_particles, self._warn)
                 try:
@@ -446,7 +446,7 @@ class SlotPlanner:
         raise SlotError(_UNSTABLE)
 
     def _plan(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
-        with isolated(programs.owners):  # counting the slots also draws
+        with programs.isolated():  # counting the slots also draws
             return make_plan(programs, sample, self.options, self.common, self._warn)
 
 

@@ -33,7 +33,6 @@ from pyro_mcvae.ops.tensors import follow, is_due, is_recording
 from pyro_mcvae.ops.vmap_dims import is_transformed
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
-from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.stored_module import StoredModule
@@ -235,7 +234,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             if not any(map(sample.is_local, drawn)):
                 return _averaged(sample)
             analysis.put(_MOVES, None)
-        with rewindable(not analysis.get(_MOVES)) as rewind:
+        with self.sampler.analyses.rewindable(programs, not analysis.get(_MOVES)) as rewind:
             try:
                 result = self._estimate(programs)
                 analysis.put(_MOVES, True)

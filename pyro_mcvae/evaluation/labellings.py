@@ -20,7 +20,6 @@ from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.refine import site_values
 from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
-from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
@@ -85,7 +84,7 @@ def find_labellings(sampler: ImportanceSampler) -> Labellings | None:
     :returns: None if there are no exchangeable components, or if their labellings overlap.
     """
     try:
-        with restored(sampler.programs.owners), warnings.catch_warnings():
+        with sampler.programs.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _find(sampler)
     except OutOfTimeError:

@@ -35,7 +35,6 @@ from pyro_mcvae.programs.contract import (
     single_run,
 )
 from pyro_mcvae.programs.enumeration import has_unsummed_states
-from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms_of
 from pyro_mcvae.programs.types import LeadingDimsError, SiteError
@@ -225,7 +224,8 @@ class Runner:
             densities change with leading dims. The message names the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        with rewindable(not self._has_run or self.analyses.may_repeat(execution.key)) as rewind:
+        may_repeat = not self._has_run or self.analyses.may_repeat(execution.key)
+        with self.analyses.rewindable(execution.key, may_repeat) as rewind:
             while True:
                 try:
                     return self._attempt(execution, self._layout(execution, count, shared))

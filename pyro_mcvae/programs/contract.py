@@ -23,7 +23,6 @@ from torch.distributions import constraints
 
 from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.programs.enumeration import is_state
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair, terms_of
 from pyro_mcvae.programs.sites import (
@@ -321,7 +320,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
         to draw these sites.
     """
     state_dim = None if sums_in is None else -sums_in - 1
-    with isolated(programs.owners):
+    with programs.isolated():
         batch = Minibatch()
         traces = run_pair(programs, Substitutes(batch), Leading(state_dim=state_dim))
         terms, nesting = terms_of(*traces, state_dim), nesting_of(*traces)
@@ -347,7 +346,7 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
 
     :raises ValueError: for a model and a guide that do not fit together.
     """
-    with isolated(programs.owners):
+    with programs.isolated():
         batch = Minibatch()
         traces = run_pair(programs, Substitutes(batch, sample_fn=drawn_inside))
         return checked(*traces, batch, strict_enumeration)

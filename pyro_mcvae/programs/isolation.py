@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.ops.vmap_dims import is_mapped
+from pyro_mcvae.programs.outside_values import Dependencies, NumberStates
 from pyro_mcvae.programs.types import Program, TorchFunction
 
 # The modules of programs.
@@ -147,9 +148,9 @@ LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 
 
 @contextmanager
-def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
+def isolated(owners: Iterable[object] = (), read: Dependencies | None = None) -> Iterator[None]:
     """Return the context of :func:`restored`, in which batch normalization has fixed statistics."""
-    with restored(owners), FixedStatistics():
+    with restored(owners, read), FixedStatistics():
         yield
 
 
@@ -164,15 +165,18 @@ def visible_handlers() -> list[object]:
 
 
 @contextmanager
-def restored(owners: Iterable[object]) -> Iterator[None]:
+def restored(owners: Iterable[object] = (), read: Dependencies | None = None) -> Iterator[None]:
     """
     Hide runs of programs from outer handlers, and restore the state that they change.
 
-    This restores random number generators, buffers, attributes and the parameter store. State that
-    a run creates (a parameter, an AutoGuide's prototype) is kept.
+    This restores random number generators, buffers, attributes, the parameter store, and numbers in
+    globals, closures and containers. State that a run creates (a parameter, an AutoGuide's
+    prototype) is kept.
 
     :param owners: from :func:`owners_of`.
+    :param read: the values outside the programs that they may read.
     """
+    numbers = None if read is None else NumberStates(read)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with (
@@ -184,6 +188,8 @@ def restored(owners: Iterable[object]) -> Iterator[None]:
             yield
         finally:
             pyro.util.set_rng_state(state)
+            if numbers is not None:
+                numbers.put_back()
 
 
 @contextmanager
@@ -288,19 +294,24 @@ def saved_tables() -> Callable[[], None]:
 
 
 @contextmanager
-def rewindable(active: bool) -> Iterator[Callable[[], bool]]:
+def rewindable(active: bool, read: Dependencies | None = None) -> Iterator[Callable[[], bool]]:
     """
     Yield a function that resets the random number generators to the start of an active block.
 
     It returns whether it did so.
+
+    :param read: values outside programs, whose numbers it resets too.
     """
     # Python's and NumPy's generators, too.
     before = (pyro.util.get_rng_state(), Generators()) if active else None
+    numbers = NumberStates(read) if active and read is not None else None
 
     def rewind() -> bool:
         if before is not None:
             pyro.util.set_rng_state(before[0])
             before[1].put_back()
+        if numbers is not None:
+            numbers.put_back()
         return active
 
     yield rewind

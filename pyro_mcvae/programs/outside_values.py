@@ -29,6 +29,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import pyro
 import torch
@@ -448,7 +449,7 @@ class GeneratorStates:
     def moved(self) -> str:
         """Return the name of a generator that has drawn since, or an empty string."""
         states = self._states.items()
-        return next((n for n, (rng, old) in states if repr(_state(rng)) != repr(old)), "")
+        return next((n for n, (rng, old) in states if not _is_state(_state(rng), old)), "")
 
     def put_back(self) -> None:
         """Restore the states, so that the same numbers are drawn again."""
@@ -461,12 +462,59 @@ class GeneratorStates:
                 rng.set_state(state)
 
 
+class NumberStates:
+    """
+    The numbers, strings and tensors outside programs, such as counters and schedules.
+
+    :param read: what the programs read.
+    """
+
+    def __init__(self, read: Dependencies) -> None:
+        self._before = [entry._replace(value=entry.get(entry.key)) for entry in read.entries]
+
+    def put_back(self) -> None:
+        """
+        Restore those that were replaced by others.
+
+        Nothing is restored after a run that has made an object (a network, say): a flag or counter
+        may tell later runs that it exists.
+        """
+        changed = [(e, e.get(e.key)) for e in self._before if not e.unchanged]
+        if not any(_is_made(entry, now) for entry, now in changed):
+            for entry, now in changed:
+                if _is_value(entry.value) and _is_value(now) and entry.get not in _SUMMARIES[:-1]:
+                    put_back(entry)
+
+
+def _is_value(value: object) -> bool:
+    return value is not None and (is_plain(value) or isinstance(value, (Tensor, *_IMMUTABLE)))
+
+
+def _is_made(entry: Entry, now: object) -> bool:
+    """Return whether a changed value, or a new item of a dict, is an object in an empty place."""
+    if entry.get is tuple and isinstance(space := cast(Any, entry.key), dict):
+        new = space.keys() - set(cast(Any, entry.value))
+        return any(space[key] is not None and not _is_value(space[key]) for key in new)
+    return entry.value in (None, _MISSING) and now is not None and not _is_value(now)
+
+
 def _state(generator: Any) -> Any:
     if hasattr(generator, "getstate"):
         return generator.getstate()
     if isinstance(generator, numpy.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
+
+
+def _is_state(now: Any, then: Any) -> bool:
+    """Return whether two states are equal; NumPy's have arrays."""
+    if isinstance(then, numpy.ndarray):
+        return bool(numpy.array_equal(now, then))
+    if isinstance(then, tuple):
+        return len(now) == len(then) and all(map(_is_state, now, then))
+    if isinstance(then, dict):
+        return now.keys() == then.keys() and all(_is_state(now[k], then[k]) for k in then)
+    return bool(now == then)
 
 
 def put_back(entry: Entry) -> None:
@@ -483,6 +531,17 @@ def put_back(entry: Entry) -> None:
         space[key] = value  # type: ignore[index]
     elif get is len and isinstance(key, list):
         del key[value:]
+    elif isinstance(get, functools.partial) and get.func is _attribute:
+        _put_back_attribute(get.args[0], cast(str, key), value)
+
+
+def _put_back_attribute(owner: Any, key: str, value: object) -> None:
+    """Restore an attribute where it is: in a slot of an object, or in a class."""
+    kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+    kind = next((k for k in kinds if key in vars(k)), None)
+    if kind is not None and is_written(kind):
+        slot = isinstance(vars(kind)[key], MemberDescriptorType)
+        setattr(owner if slot else kind, key, value)
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -572,11 +631,25 @@ def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     yield from ((part, name) for part in parts if part is not None)
 
 
-def _methods(kind: type) -> list[object]:
+def _methods(kind: type) -> list[FunctionType]:
     """Return the functions of a class, including those behind properties and class methods."""
-    members = [h for part in kind.__mro__ for h in vars(part).values()]
-    members += [getattr(h, name, None) for h in members for name in ("fget", "__func__", "func")]
-    return [f for f in members if isinstance(f, FunctionType) and not is_core(f.__code__)]
+    return [function for part in kind.__mro__ for function in _own_methods(part)]
+
+
+# By class: its members, and the functions among them. Members may be replaced.
+_OWN_METHODS: WeakKeyDictionary[type, tuple[list[object], list[FunctionType]]]
+_OWN_METHODS = WeakKeyDictionary()
+
+
+def _own_methods(kind: type) -> list[FunctionType]:
+    members: list[object] = list(vars(kind).values())
+    known, result = _OWN_METHODS.get(kind, ([], []))
+    if len(known) != len(members) or not all(map(operator.is_, known, members)):
+        behind = [getattr(m, n, None) for m in members for n in ("fget", "__func__", "func")]
+        functions = [f for f in (*members, *behind) if isinstance(f, FunctionType)]
+        result = [f for f in functions if not is_core(f.__code__)]
+        _OWN_METHODS[kind] = members, result
+    return result
 
 
 def is_of_the_user(value: object) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_mcvae.programs.distributions import unvalidated
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms, scored
@@ -131,7 +130,7 @@ def probing(programs: Programs) -> Iterator[None]:
     with the random state of the step. Random numbers outside sample sites are constants.
     """
     with (
-        isolated(programs.owners),
+        programs.isolated(),
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
         FixedNoise().active(),

@@ -22,7 +22,7 @@ from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
 from pyro_mcvae.programs.fingerprint import observer
-from pyro_mcvae.programs.isolation import owners_of
+from pyro_mcvae.programs.isolation import isolated, owners_of, restored
 from pyro_mcvae.programs.log_values import leaf_of
 from pyro_mcvae.programs.messengers import (
     ALONE,
@@ -33,7 +33,7 @@ from pyro_mcvae.programs.messengers import (
     Recorder,
     Substitutes,
 )
-from pyro_mcvae.programs.outside_values import numpy
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode, numpy
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.terms import (
     SiteForm,
@@ -85,9 +85,23 @@ class Programs:
         )
 
     @cached_property
-    def owners(self) -> list[object]:
+    def _owners(self) -> list[object]:
         """Return the modules and other objects whose state the programs may change."""
         return owners_of(*self.pair)
+
+    @cached_property
+    def read(self) -> Dependencies:
+        """Return the values outside the programs that they may read."""
+        roots = *self.pair, *self.call.objects
+        return Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Return a context for extra runs, whose traces in the programs' state it removes."""
+        return restored(self._owners, self.read)
+
+    def isolated(self) -> AbstractContextManager[None]:
+        """Return the same with fixed statistics in batch normalization."""
+        return isolated(self._owners, self.read)
 
     @cached_property
     def _cache(self) -> dict[Hashable, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -12,6 +12,7 @@ from pyro import poutine
 
 from pyro_mcvae.ops.tensors import is_due, is_recording
 from pyro_mcvae.programs.fingerprint import Fingerprint
+from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode, GeneratorStates
 from pyro_mcvae.programs.run import Call, Programs
 from pyro_mcvae.programs.types import Program
@@ -283,6 +284,14 @@ class Analyses:
             more = seen.reads or known.unsupported or known.generators or generators.moved()
             watch = _Watch(call.floats, known, bool(more), fingerprint)
         return result if use.pair.end(use, fingerprint, watch, call.key) else None
+
+    def rewindable(
+        self, programs: Programs, active: bool
+    ) -> AbstractContextManager[Callable[[], bool]]:
+        """Return a context for runs that may be repeated: see :func:`.rewindable`."""
+        if not active or is_recording():
+            return rewindable(active)
+        return rewindable(active, self._use(programs).pair.read or programs.read)
 
     def forget_run(self, programs: Programs) -> None:
         """Take the fingerprint of the next run, which a new finding lays out in another way."""

@@ -30,7 +30,6 @@ from pyro_mcvae.ops.marks import WORD, Draw, Marks, Step, bits_of, mask_of_bits,
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
 from pyro_mcvae.programs.distributions import may_cache
-from pyro_mcvae.programs.isolation import restored
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair
 from pyro_mcvae.programs.sites import (
@@ -477,7 +476,7 @@ def marked_run(
 
     substitutes = Substitutes(Minibatch(subsamples), {}, draw)
     with (
-        restored(programs.owners),
+        programs.restored(),
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
         torch.enable_grad(),

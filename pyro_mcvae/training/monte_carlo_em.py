@@ -20,7 +20,6 @@ from pyro_mcvae.elbos.rao_blackwell import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.truncated.data_record import DataRecord, fingerprints
@@ -121,7 +120,7 @@ class ChainStates(nn.Module):
         if datum is None:
             return
         # The model may draw an observation, such as the pixels of a gray image.
-        with isolated(programs.owners), torch.no_grad():
+        with programs.isolated(), torch.no_grad():
             fixed = constant_observations(programs, sample.runs[0]) & self._observed
         if fixed != self._observed:
             self._observed, self._record = fixed, DataRecord()

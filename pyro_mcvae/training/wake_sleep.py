@@ -18,7 +18,6 @@ from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.marks import Marks
 from pyro_mcvae.programs.contract import nesting_of
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes, Unconditioned
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
@@ -146,7 +145,7 @@ def check_factors(programs: Programs, run: Run) -> None:
             )
 
 
-def check_reads(programs: Programs, run: Run) -> None:
+def check_reads(programs: Programs, run: Run, dreamt: Trace, values: Mapping[str, Tensor]) -> None:
     """
     Check that the guide reads the observed values from the arguments, and the model does not.
 
@@ -154,14 +153,13 @@ def check_reads(programs: Programs, run: Run) -> None:
     that does not read them from the arguments would not get the simulated data. One more run of
     both tracks the observed tensors among the arguments.
 
+    :param dreamt: a simulation, with the data ``values``.
     :raises ValueError: naming a site of the model whose distribution depends on observed values, or
         if the guide's distributions do not.
     """
-    with isolated(programs.owners), torch.no_grad():
-        dreamt = dream(programs, run.subsamples)
-        values = dreamt_values(run.model_trace, dreamt)
-        if not values:
-            return
+    if not values:
+        return
+    with programs.isolated(), torch.no_grad():
         changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
         marked = _Marked(programs, changed)
         run_model = partial(dream, subsamples=run.subsamples)
@@ -363,13 +361,14 @@ class WakeSleep(MonteCarloELBO):
 
     def _sleep(self, programs: Programs, run: Run) -> Run:
         """Return the terms of the guide on simulated data, for the minibatch of the wake step."""
-        analysis = self.sampler.analyses.of(programs)
-        analysis.cached(
-            ("data can be simulated", run.signature), lambda: self._check(programs, run)
-        )
+        analysis, about = self.sampler.analyses.of(programs), run.signature
+        analysis.cached(("no factor", about), lambda: check_factors(programs, run))
         with torch.no_grad():
             dreamt = dream(programs, run.subsamples)
             values = dreamt_values(run.model_trace, dreamt)
+            if self.dream_args is None:
+                key = "data can be simulated", about
+                analysis.cached(key, lambda: check_reads(programs, run, dreamt, values))
             dreaming = self._with_dream(programs, run, values)
         return recognize(dreaming, dreamt, run.subsamples)
 
@@ -385,12 +384,6 @@ class WakeSleep(MonteCarloELBO):
                 f"((x,), {{}}), got {type(arguments).__name__}"
             )
         return replace(programs, args=tuple(arguments[0]), kwargs=arguments[1])
-
-    def _check(self, programs: Programs, run: Run) -> None:
-        """Check whether data can be simulated, and whether the guide gets them."""
-        check_factors(programs, run)
-        if self.dream_args is None:
-            check_reads(programs, run)
 
 
 def _total(terms: Iterable[Term]) -> Tensor:

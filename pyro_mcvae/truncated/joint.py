@@ -24,7 +24,6 @@ from pyro_mcvae.particles.runner import Execution, Layout, not_executed
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
 from pyro_mcvae.programs.distributions import with_impossible_data
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_model, run_pair, with_changes
 from pyro_mcvae.programs.sites import bare, is_latent, is_random, known_support, layers
@@ -205,7 +204,7 @@ def find_layouts(sampler: ParticleSampler, programs: Programs) -> Layouts:
     :raises StatesError: naming a site that cannot have states per datum.
     """
     search = cast("SearchMessenger", programs.guide)
-    with isolated(programs.owners), torch.no_grad():
+    with programs.isolated(), torch.no_grad():
         run = sampler.run_once(programs)
         fixed_data = constant_observations(programs, run)
         names = sorted(search.searched, key=list(run.model_trace.nodes).index)
