@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from pyro_mcvae.ops.tensors import Generators, fail_if_recording
 from pyro_mcvae.programs.distributions import moves_support, patched
 from pyro_mcvae.programs.sites import (
+    is_latent,
     is_masked,
     is_random,
     is_record,
@@ -317,10 +318,25 @@ class Recorder(Messenger):
         program = "model" if self._in_model else "guide"
         *_, (frame, _) = walk_tb(traceback)
         place = f"in the {program}, {after}, at {program_line(frame)}"
-        if sys.version_info >= (3, 11):
+        remedy = self._about_enumeration()
+        if sys.version_info >= (3, 11) and not remedy:
             error.add_note(place)
         elif error.args and isinstance(error.args[0], str):
-            error.args = f"{error.args[0]}\n{place}", *error.args[1:]
+            error.args = f"{error.args[0]}\n{place}{remedy}", *error.args[1:]
+
+    def _about_enumeration(self) -> str:
+        """Return what to do if a program only runs with the dim of an enumerated site."""
+        for name, site in {**self._drawn, **self.trace.nodes}.items():
+            if is_latent(site) and site["infer"].get("enumerate"):
+                shape = tuple(site["value"].shape)
+                if shape == tuple(site["fn"].shape()):
+                    return (
+                        f". Site '{name}' is marked for enumeration, but the first run, which "
+                        f"finds the plates, draws one value of shape {shape}. Let both programs "
+                        f"broadcast over any dims to the left of the site (expand instead of "
+                        f"repeat), or train them with pyro.infer.TraceEnum_ELBO"
+                    )
+        return ""
 
     def _process_message(self, msg: Message) -> None:
         if site_is_subsample(msg):

@@ -355,3 +355,28 @@ def test_an_entropy_without_closed_form_is_told_once(kind, caplog):
     logged = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
     assert len(logged) == (kind != "plain"), logged
     assert all("'z'" in t and "closed form" in t for t in logged)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_plate_nesting": 1}], ids=["open", "declared"])
+@pytest.mark.parametrize("k", [1, math.inf])
+def test_a_program_that_runs_only_with_an_enumerated_dim_is_refused_with_a_remedy(k, options):
+    """As pyroved's: ``z.repeat(number of classes, 1)`` beside the enumerated values."""
+
+    def model(x):
+        with pyro.plate("data", 12):
+            z = pyro.sample("z", dist.Normal(torch.zeros(12, 2), 1.0).to_event(1))
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(12, 3)))
+            both = torch.cat([z.repeat(3, 1), y.reshape(-1, 3)], -1)
+            loc = both.sum(-1).reshape(y.shape[:-1])
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
+
+    @config_enumerate(default="parallel", expand=True)
+    def guide(x):
+        loc = pyro.param("loc", torch.zeros(12, 2))
+        with pyro.plate("data", 12):
+            pyro.sample("z", dist.Normal(loc, 1.0).to_event(1))
+            pyro.sample("y", dist.OneHotCategorical(torch.ones(12, 3)))
+
+    TraceEnum_ELBO(max_plate_nesting=1).loss(model, guide, torch.zeros(12))
+    with pytest.raises(RuntimeError, match=r"Site 'y' is marked for enumeration.*TraceEnum_ELBO"):
+        TraceRaoBlackwell_ELBO(k, **options).loss(model, guide, torch.zeros(12))
