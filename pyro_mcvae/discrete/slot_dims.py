@@ -6,10 +6,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pyro import distributions as dist
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.ops import packed
@@ -25,6 +24,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import (
     ModelEnumeration,
+    StandIn,
     StateFactor,
     inside_sum,
     pack,
@@ -36,8 +36,6 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.supports import Choice
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import (
-    Constraint,
-    Distribution,
     FactorKey,
     LeadingDimsError,
     Message,
@@ -53,19 +51,6 @@ from pyro_mcvae.structure.marked import MarkedRunError, marked
 
 # The key of a guide site's slots: site["infer"][SLOTS_KEY].
 SLOTS_KEY = "_mcvae_slots"
-
-
-class _StandIn(dist.TorchDistribution):
-    """Passes slots to Pyro's enumeration instead of a distribution's support."""
-
-    arg_constraints: ClassVar[dict[str, Constraint]] = {}
-
-    def __init__(self, fn: Distribution, value: Tensor) -> None:
-        super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
-        self.value = value
-
-    def enumerate_support(self, expand: bool = False) -> Tensor:
-        return self.value
 
 
 class SlotMessenger(EnumMessenger):
@@ -119,7 +104,7 @@ class SlotMessenger(EnumMessenger):
         infer["enumerate"] = "parallel"
         # Programs may request it, for operators such as cat that do not broadcast.
         expand = self.expand or infer.get("expand")
-        msg["fn"] = _StandIn(fn, (infer[SLOTS_KEY] if expand else slots).choice.value)
+        msg["fn"] = StandIn(fn, (infer[SLOTS_KEY] if expand else slots).choice.value)
         super()._pyro_sample(msg)
         msg["fn"] = fn
         del infer["enumerate"]

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -18,12 +18,15 @@ from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from torch.distributions.constraints import Constraint
 
 from pyro_mcvae.ops.tensors import guard
 from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.supports import Categories, support_of
 from pyro_mcvae.programs.terms import Term, model_term, scored
 from pyro_mcvae.programs.types import (
     LEADING,
+    Distribution,
     Message,
     Site,
     SiteError,
@@ -36,6 +39,19 @@ from pyro_mcvae.programs.types import (
 #
 # Pyro's enumeration gives each of them a separate batch dim, to the left of the plates' and of
 # the particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
+
+
+class StandIn(dist.TorchDistribution):
+    """Passes values to Pyro's enumeration instead of a distribution's support."""
+
+    arg_constraints: ClassVar[dict[str, Constraint]] = {}
+
+    def __init__(self, fn: Distribution, value: Tensor) -> None:
+        super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
+        self.value = value
+
+    def enumerate_support(self, expand: bool = False) -> Tensor:
+        return self.value
 
 
 class ModelEnumeration(EnumMessenger):
@@ -54,9 +70,13 @@ class ModelEnumeration(EnumMessenger):
 
     def _pyro_sample(self, msg: Message) -> None:
         undrawn = not msg["is_observed"] and msg["name"] not in self._drawn
+        fn = msg["fn"]
         if undrawn:
             _check_kind(msg)
+            if msg["infer"].get("enumerate") and not getattr(fn, "has_enumerate_support", True):
+                msg["fn"] = StandIn(fn, _all_values(msg["name"], fn))
         super()._pyro_sample(msg)
+        msg["fn"] = fn
         if undrawn and is_state(msg):
             _check_dim(msg)
 
@@ -119,6 +139,18 @@ def _check_kind(msg: Message) -> None:
             f"{draws}), but only exact sums in parallel are supported: mark it "
             f"infer={{'enumerate': 'parallel'}}, or draw it in the guide"
         )
+
+
+def _all_values(name: str, fn: Distribution) -> Tensor:
+    """Return the values of a distribution that Pyro does not list, such as those of vectors."""
+    support = support_of(fn)
+    if isinstance(support, Categories):
+        return support.all_values().value
+    why = "no finite list of values" if support is None else support.too_many
+    raise SiteError(
+        f"site '{name}' of the model is marked for enumeration, but has {why}: draw it in the "
+        f"guide, or declare independent variables in a plate instead of to_event"
+    )
 
 
 def _check_dim(msg: Message) -> None:

@@ -247,3 +247,48 @@ def test_what_a_messenger_leaves_out_the_model_sums(vectorize):
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(messenger.locs.z, messenger.scales.z)
     expected = log_joint + prior.log_prob(z) - q.log_prob(z)
     assert torch.allclose(sample.log_weight, expected, rtol=1e-10)
+
+
+VECTORS = {
+    "bernoulli": lambda: dist.Bernoulli(torch.tensor([0.2, 0.5, 0.9])).to_event(1),
+    "categorical": lambda: dist.Categorical(
+        torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])
+    ).to_event(1),
+    "masked": lambda: dist.Bernoulli(torch.tensor([0.2, 0.5])).mask(True).to_event(1),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors_of_discrete_variables_are_summed_over_all_their_values(name):
+    """Pyro's own enumeration has no product of supports."""
+    make, x = VECTORS[name], torch.linspace(-1.0, 2.0, 5)
+
+    def model():
+        with pyro.plate("data", 5):
+            z = pyro.sample("z", make(), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(z.to(x.dtype).sum(-1), 0.5), obs=x)
+
+    def guide():
+        pass
+
+    base = make().base_dist
+    base = getattr(base, "base_dist", base)
+    each = [range(3 if name == "categorical" else 2)] * base.batch_shape[0]
+    values = torch.tensor(list(itertools.product(*each)))
+    prior = base.log_prob(values.to(x.dtype) if name != "categorical" else values).sum(-1)
+    like = dist.Normal(values.to(x.dtype).sum(-1)[:, None], 0.5).log_prob(x)
+    exact = float((prior[:, None] + like).logsumexp(0).sum())
+    for elbo in (TraceSGVB_ELBO(), TraceIWAE_ELBO(3), TraceRaoBlackwell_ELBO()):
+        assert elbo.loss(model, guide) == pytest.approx(-exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("fn", [dist.Poisson(2.0), dist.Bernoulli(torch.ones(30) / 2).to_event(1)])
+def test_sites_with_too_many_values_are_refused_by_name(fn):
+    def model():
+        z = pyro.sample("z", fn, infer={"enumerate": "parallel"})
+        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.0))
+
+    with pytest.raises(
+        ValueError, match=r"site 'z' of the model is marked for enumeration, but has"
+    ):
+        TraceSGVB_ELBO().loss(model, lambda: None)
