@@ -46,11 +46,15 @@ class Example:
     mean_field: bool = False
     smooth: bool = True
     args: tuple[Any, ...] = ()
-    calls: dict[str, int] = field(default_factory=lambda: {"model": 0, "guide": 0})
+    runs: list[str] = field(default_factory=list)  # a list: extra runs put back changed numbers
 
     @property
     def programs(self):
         return Programs(self.model, self.guide, self.args, {})
+
+    @property
+    def calls(self):
+        return {name: self.runs.count(name) for name in ("model", "guide")}
 
     @property
     def counted(self):
@@ -58,7 +62,7 @@ class Example:
 
         def count(name, program):
             def counted(*args):
-                self.calls[name] += 1
+                self.runs.append(name)
                 return program(*args)
 
             return counted

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import types
 
 import pyro
 import pyro.distributions as dist
@@ -56,27 +55,27 @@ class Counter:
 
     def __init__(self, with_global):
         self.with_global = with_global
-        # Attributes of a program's object are put back after a probe run; what they hold is not.
-        self.count = types.SimpleNamespace(model=0, guide=0)
+        # Extra runs put back attributes and numbers; a list in a container stays as long as it is.
+        self.programs = ([],)
 
     def model(self):
-        self.count.model += 1
+        self.programs[0].append("model")
         theta = pyro.sample("theta", normal()) if self.with_global else 0.0
         with pyro.plate("data", 5):
             z = pyro.sample("z", normal(theta))
             pyro.sample("x", normal(z), obs=self.x)
 
     def guide(self):
-        self.count.guide += 1
+        self.programs[0].append("guide")
         if self.with_global:
             pyro.sample("theta", normal())
         with pyro.plate("data", 5):
             pyro.sample("z", normal(self.x))
 
     def runs(self, sampler):
-        self.count.model = self.count.guide = 0
+        self.programs[0].clear()
         sampler.sample(pair(self.model, self.guide))
-        return self.count.model, self.count.guide
+        return self.programs[0].count("model"), self.programs[0].count("guide")
 
 
 def is_analyzed(step):
