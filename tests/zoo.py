@@ -18,6 +18,7 @@ from pyro.infer import autoguide
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
+from tests.tally import Tally
 
 
 def data(*shape, seed=0):
@@ -46,15 +47,15 @@ class Example:
     mean_field: bool = False
     smooth: bool = True
     args: tuple[Any, ...] = ()
-    runs: list[str] = field(default_factory=list)  # a list: extra runs put back changed numbers
+    runs: Tally = field(default_factory=Tally)
 
     @property
     def programs(self):
         return Programs(self.model, self.guide, self.args, {})
 
-    @property
     def calls(self):
-        return {name: self.runs.count(name) for name in ("model", "guide")}
+        """The runs of model and guide since the last call of this."""
+        return self.runs.take()
 
     @property
     def counted(self):
@@ -62,7 +63,7 @@ class Example:
 
         def count(name, program):
             def counted(*args):
-                self.runs.append(name)
+                self.runs.add(name)
                 return program(*args)
 
             return counted

@@ -27,6 +27,7 @@ from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trac
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.isolation import visible_handlers
 from pyro_mcvae.programs.messengers import is_param_tracer
+from pyro_mcvae.programs.outside_state import put_back
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
     Entry,
@@ -34,7 +35,6 @@ from pyro_mcvae.programs.outside_values import (
     GeneratorStates,
     is_plain,
     is_written,
-    put_back,
 )
 from pyro_mcvae.programs.run import flat
 from pyro_mcvae.programs.types import Program

@@ -20,9 +20,9 @@ from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.ops.tensors import Generators
-from pyro_mcvae.ops.vmap_dims import is_mapped
-from pyro_mcvae.programs.outside_values import Dependencies, NumberStates
-from pyro_mcvae.programs.types import Program, TorchFunction
+from pyro_mcvae.programs.outside_state import OutsideState
+from pyro_mcvae.programs.outside_values import Dependencies
+from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The modules of programs.
 
@@ -169,14 +169,15 @@ def restored(owners: Iterable[object] = (), read: Dependencies | None = None) ->
     """
     Hide runs of programs from outer handlers, and restore the state that they change.
 
-    This restores random number generators, buffers, attributes, the parameter store, and numbers in
-    globals, closures and containers. State that a run creates (a parameter, an AutoGuide's
+    This restores random number generators, buffers, attributes, the parameter store, and the values
+    in globals, closures and containers. State that a run creates (a parameter, an AutoGuide's
     prototype) is kept.
 
     :param owners: from :func:`owners_of`.
     :param read: the values outside the programs that they may read.
+    :raises LeadingDimsError: if the run has stored tensors of a run under vmap.
     """
-    numbers = None if read is None else NumberStates(read)
+    outside = None if read is None else OutsideState(read)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with (
@@ -184,12 +185,19 @@ def restored(owners: Iterable[object] = (), read: Dependencies | None = None) ->
         Isolation(),
         _saved_state(owners),
     ):
+        stored = ""
         try:
             yield
         finally:
             pyro.util.set_rng_state(state)
-            if numbers is not None:
-                numbers.put_back()
+            if outside is not None:
+                stored = outside.put_back()
+        if stored:
+            raise LeadingDimsError(
+                f"the programs store a tensor of each run ({stored}), which is not possible under "
+                f"vmap: pass vectorize_particles=False",
+                reason=f"stores a tensor in {stored}",
+            )
 
 
 @contextmanager
@@ -201,9 +209,7 @@ def _saved_state(owners: Iterable[object]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for owner in owners:
-            stack.enter_context(
-                _saved_container(owner) if isinstance(owner, list | dict) else _saved_owner(owner)
-            )
+            stack.enter_context(_saved_owner(owner))
         stack.enter_context(_saved_store())
         yield
 
@@ -213,22 +219,7 @@ def owners_of(*programs: Program) -> list[object]:
     modules = [m for root in find_modules(*programs) for m in root.modules()]
     plain = [getattr(f, "__self__", f) for f in map(poutine.unwrap, programs)]
     candidates = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
-    owners = [o for o in candidates.values() if not (isinstance(o, type) or hasattr(o, "__code__"))]
-    closure_values = [v for f in map(poutine.unwrap, programs) for v in closure_of(f).values()]
-    return owners + [v for v in closure_values if type(v) in (list, dict)]
-
-
-@contextmanager
-def _saved_container(container: Any) -> Iterator[None]:
-    """Restore the content of a closure's container if it has tensors under vmap afterwards."""
-    before = container.copy()
-    try:
-        yield
-    finally:
-        values = container.values() if isinstance(container, dict) else container
-        if any(isinstance(v, Tensor) and is_mapped(v) for v in values):
-            container.clear()
-            (container.update if isinstance(container, dict) else container.extend)(before)
+    return [o for o in candidates.values() if not (isinstance(o, type) or hasattr(o, "__code__"))]
 
 
 @contextmanager
@@ -300,18 +291,18 @@ def rewindable(active: bool, read: Dependencies | None = None) -> Iterator[Calla
 
     It returns whether it did so.
 
-    :param read: values outside programs, whose numbers it resets too.
+    :param read: values outside programs, which it resets too.
     """
     # Python's and NumPy's generators, too.
     before = (pyro.util.get_rng_state(), Generators()) if active else None
-    numbers = NumberStates(read) if active and read is not None else None
+    outside = OutsideState(read) if active and read is not None else None
 
     def rewind() -> bool:
         if before is not None:
             pyro.util.set_rng_state(before[0])
             before[1].put_back()
-        if numbers is not None:
-            numbers.put_back()
+        if outside is not None:
+            outside.put_back()
         return active
 
     yield rewind

@@ -28,7 +28,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import pyro
@@ -129,22 +129,22 @@ numpy: Any = sys.modules["numpy"]  # Pyro needs it
 
 # Types that are compared by value. All other objects are compared by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_IMMUTABLE = (Number, numpy.generic, Enum, range, slice, torch.dtype, torch.device, torch.Size)
+IMMUTABLE = (Number, numpy.generic, Enum, range, slice, torch.dtype, torch.device, torch.Size)
 # How many values, and bytes of arrays, are compared at each step, which takes about half a
 # millisecond; and the depth of the search.
 _MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
 # Items of longer containers are one entry.
 _SHORT = 64
 _TOO_MANY = "too many to compare at each step"
-_MISSING = object()
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+MISSING = object()
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _CACHED = type(lru_cache(len))
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 # Types of attributes that may be replaced; not all of them are searched.
 _WATCHED = (
-    *(Tensor, nn.Module, ELBO, Distribution, Transform, *_CONTAINERS, SimpleNamespace, Namespace),
+    *(Tensor, nn.Module, ELBO, Distribution, Transform, *CONTAINERS, SimpleNamespace, Namespace),
     *(FunctionType, MethodType, functools.partial),
-    *(type, BuiltinFunctionType, *_IMMUTABLE, *_GENERATORS),
+    *(type, BuiltinFunctionType, *IMMUTABLE, *_GENERATORS),
 )
 # Attributes that every module has. They are followed as parameters, buffers and submodules, or have
 # no effect.
@@ -191,7 +191,7 @@ def _is_same(now: Any, then: Any, tensors: bool = True) -> bool:
     if isinstance(then, list | tuple):
         same = len(now) == len(then) and all(map(operator.is_, now, then))
         return same or (len(now) == len(then) and all(map(_is_same, now, then)))
-    if is_plain(then) or isinstance(then, (frozenset, *_IMMUTABLE)):
+    if is_plain(then) or isinstance(then, (frozenset, *IMMUTABLE)):
         return bool(now == then)
     if isinstance(then, dict):
         return now.keys() == then.keys() and all(_is_same(now[k], then[k]) for k in then)
@@ -312,12 +312,12 @@ class Dependencies:
         if isinstance(value, FunctionType):
             if not is_core(value.__code__):
                 yield from _globals(value)
-                get = functools.partial(_attribute, value)
+                get = functools.partial(attribute, value)
                 for key in ("__defaults__", "__kwdefaults__"):
                     yield Entry(get, key, get(key), f"the defaults of {name}")
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             for label, cell in cells:
-                if (content := contents(cell)) is not _MISSING:
+                if (content := contents(cell)) is not MISSING:
                     about = f"'{label}', which {value.__name__} closes over"
                     yield Entry(contents, cell, content, about)
             yield from self._attributes(value, value.__name__)
@@ -328,7 +328,7 @@ class Dependencies:
                 space = getattr(value, f"_{kind}")
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
                 yield from _named(space, "", f" of the {kind} of {name}")
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             yield from self._items(value, name)
         elif _is_array(value):
             yield from self._array(value, name)
@@ -347,7 +347,7 @@ class Dependencies:
         elif isinstance(value, Iterator) and not is_of_the_user(value):
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
-            get = functools.partial(_attribute, value)
+            get = functools.partial(attribute, value)
             yield Entry(get, "num_particles", get("num_particles"), f"num_particles of {name}")
         if isinstance(value, nn.Module | Messenger | ELBO) or is_of_the_user(value):
             yield from self._attributes(value, type(value).__name__)
@@ -366,7 +366,7 @@ class Dependencies:
                 f"reads {name}, of {len(value)} items: {_TOO_MANY}, make it a tensor"
             )
         elif len(value) > _SHORT:
-            yield Entry(_flat, value, _flat(value), name)
+            yield Entry(flat_items, value, flat_items(value), name)
             items = list(value.values()) if isinstance(value, dict) else value
             for entry in items:
                 if not is_plain(entry):
@@ -382,7 +382,7 @@ class Dependencies:
 
     def _array(self, value: Any, name: str) -> Iterator[Entry]:
         size: int = getattr(value, "nbytes", 0)
-        content: Any = _content(value) if size <= _MAX_BYTES else None
+        content: Any = array_content(value) if size <= _MAX_BYTES else None
         self._bytes += len(content) if isinstance(content, bytes) else size
         if self._bytes > _MAX_BYTES:
             self._add_unsupported(
@@ -390,7 +390,7 @@ class Dependencies:
                 f"read at each step"
             )
         elif content is not None:
-            yield Entry(_content, value, content, name)
+            yield Entry(array_content, value, content, name)
 
     def _add_unsupported(self, why: str) -> None:
         self.unsupported = self.unsupported or why
@@ -403,7 +403,7 @@ class Dependencies:
 
     def _is_read(self, value: object, name: str) -> bool:
         large = isinstance(value, Iterator) or _is_array(value)
-        large |= isinstance(value, _CONTAINERS) and len(value) > _SHORT
+        large |= isinstance(value, CONTAINERS) and len(value) > _SHORT
         return _is_watched(value) and self._reads(name, large)
 
     def _reads(self, name: str, large: bool) -> bool:
@@ -416,7 +416,7 @@ class Dependencies:
     def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
         """Yield class attributes that the object does not override, and the values of slots."""
         instance_attrs = () if value is kind else getattr(value, "__dict__", ())
-        get = functools.partial(_attribute, value)
+        get = functools.partial(attribute, value)
         for part in filter(is_written, kind.__mro__):
             for key, attr in list(vars(part).items()):
                 if isinstance(attr, FunctionType) and self._is_executed(attr):
@@ -462,42 +462,6 @@ class GeneratorStates:
                 rng.set_state(state)
 
 
-class NumberStates:
-    """
-    The numbers, strings and tensors outside programs, such as counters and schedules.
-
-    :param read: what the programs read.
-    """
-
-    def __init__(self, read: Dependencies) -> None:
-        self._before = [entry._replace(value=entry.get(entry.key)) for entry in read.entries]
-
-    def put_back(self) -> None:
-        """
-        Restore those that were replaced by others.
-
-        Nothing is restored after a run that has made an object (a network, say): a flag or counter
-        may tell later runs that it exists.
-        """
-        changed = [(e, e.get(e.key)) for e in self._before if not e.unchanged]
-        if not any(_is_made(entry, now) for entry, now in changed):
-            for entry, now in changed:
-                if _is_value(entry.value) and _is_value(now) and entry.get not in _SUMMARIES[:-1]:
-                    put_back(entry)
-
-
-def _is_value(value: object) -> bool:
-    return value is not None and (is_plain(value) or isinstance(value, (Tensor, *_IMMUTABLE)))
-
-
-def _is_made(entry: Entry, now: object) -> bool:
-    """Return whether a changed value, or a new item of a dict, is an object in an empty place."""
-    if entry.get is tuple and isinstance(space := cast(Any, entry.key), dict):
-        new = space.keys() - set(cast(Any, entry.value))
-        return any(space[key] is not None and not _is_value(space[key]) for key in new)
-    return entry.value in (None, _MISSING) and now is not None and not _is_value(now)
-
-
 def _state(generator: Any) -> Any:
     if hasattr(generator, "getstate"):
         return generator.getstate()
@@ -517,52 +481,17 @@ def _is_state(now: Any, then: Any) -> bool:
     return bool(now == then)
 
 
-def put_back(entry: Entry) -> None:
-    """Restore a variable, or an item of a mutable container."""
-    get, key, value = entry.get, entry.key, cast(Any, entry.value)
-    target: Any = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
-    if get is contents:
-        key.cell_contents = value  # type: ignore[attr-defined]
-    elif get is _flat:
-        _refill(key, value)
-    elif get is _content and isinstance(key, numpy.ndarray) and isinstance(value, bytes):
-        key[...] = numpy.frombuffer(value, key.dtype).reshape(key.shape)
-    elif isinstance(space := getattr(get, "__self__", target), dict | list | deque):
-        space[key] = value  # type: ignore[index]
-    elif get is len and isinstance(key, list):
-        del key[value:]
-    elif isinstance(get, functools.partial) and get.func is _attribute:
-        _put_back_attribute(get.args[0], cast(str, key), value)
-
-
-def _put_back_attribute(owner: Any, key: str, value: object) -> None:
-    """Restore an attribute where it is: in a slot of an object, or in a class."""
-    kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
-    kind = next((k for k in kinds if key in vars(k)), None)
-    if kind is not None and is_written(kind):
-        slot = isinstance(vars(kind)[key], MemberDescriptorType)
-        setattr(owner if slot else kind, key, value)
-
-
-def _refill(container: Any, items: Any) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(items[::2], items[1::2], strict=True))
-    else:
-        container.extend(items)
-
-
 def _globals(function: FunctionType) -> Iterator[Entry]:
     space, names = function.__globals__, names_of(function.__code__, strings=False)
     if "globals" in names:
         names = dict.fromkeys(space)
     for name in names:
         # A module that a function imports itself is not a global, but is followed too.
-        value = space.get(name, sys.modules.get(name, _MISSING))
+        value = space.get(name, sys.modules.get(name, MISSING))
         if isinstance(value, ModuleType):
             dynamic = not _DYNAMIC.isdisjoint(names)
             yield from _module_entries(value, vars(value) if dynamic else names, set())
-        elif value is not _MISSING and name in space:
+        elif value is not MISSING and name in space:
             yield from _named(space, "global ", "", [name])
 
 
@@ -597,18 +526,18 @@ def _is_watched(value: object) -> bool:
 
 def _is_array(value: object) -> bool:
     """Return whether a value contains numbers: an array, a pandas table or a buffer."""
-    if isinstance(value, (Tensor, type, bytes, *_IMMUTABLE, *_CONTAINERS)):
+    if isinstance(value, (Tensor, type, bytes, *IMMUTABLE, *CONTAINERS)):
         return False
     buffers = bytearray, memoryview, array.array
     return isinstance(value, buffers) or hasattr(type(value), "__array__")
 
 
-def _content(value: Any) -> object:
+def array_content(value: Any) -> object:
     values = numpy.asarray(value)
     return values.tolist() if values.dtype.hasobject else values.tobytes()
 
 
-def _flat(value: Any) -> tuple[object, ...]:
+def flat_items(value: Any) -> tuple[object, ...]:
     if isinstance(value, dict):
         return tuple(part for pair in value.items() for part in pair)
     return tuple(value)
@@ -678,7 +607,7 @@ def _requires_grad(value: Any) -> object:
 
 
 def _of_context(variable: ContextVar[Any]) -> object:
-    return variable.get(_MISSING)
+    return variable.get(MISSING)
 
 
 def _of_processes(value: Any) -> object:
@@ -686,7 +615,7 @@ def _of_processes(value: Any) -> object:
 
 
 # Getters of a whole container or array; its items have separate entries.
-_SUMMARIES = (len, tuple, frozenset, _flat, _content)
+_SUMMARIES = (len, tuple, frozenset, flat_items, array_content)
 
 
 def _version(value: Any) -> object:
@@ -697,19 +626,19 @@ def _itself(value: object) -> object:
     return value
 
 
-def _attribute(value: object, key: str) -> object:
-    return getattr(value, key, _MISSING)
+def attribute(value: object, key: str) -> object:
+    return getattr(value, key, MISSING)
 
 
 def item(container: Any, key: object) -> object:
     try:
         return container[key]
     except LookupError:
-        return _MISSING
+        return MISSING
 
 
 def contents(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:
-        return _MISSING  # the variable has no value yet
+        return MISSING  # the variable has no value yet

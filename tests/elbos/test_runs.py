@@ -1,5 +1,7 @@
 """How often the programs of a user run, and what they see when they do."""
 
+from collections import deque
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -16,10 +18,11 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     WakeSleep,
 )
+from tests.tally import Tally
 
 X = torch.linspace(-1.0, 1.0, 30, dtype=torch.float64).reshape(10, 3)
 
-RUNS = []  # of model and guide; extra runs put back numbers, and not the lengths of lists
+RUNS = Tally()
 
 
 class Pair(nn.Module):
@@ -33,7 +36,7 @@ class Pair(nn.Module):
         self.seen, self.coefficient = [], 1.0
 
     def _see(self, program, *values):
-        RUNS.append(program)
+        RUNS.add(program)
         self.count += 1
         buffers = self.encoder[1].running_mean, self.encoder[1].running_var
         self.seen.append((program, [v.detach().clone() for v in (*values, *buffers)]))
@@ -58,9 +61,10 @@ class Pair(nn.Module):
         svi = SVI(self.model, self.guide, pyro.optim.Adam({"lr": 0.01}), loss)
         result = []
         for _ in range(num_steps):
-            RUNS.clear()
+            RUNS.take()
             svi.step(X)
-            result.append((RUNS.count("model"), RUNS.count("guide")))
+            counts = RUNS.take()
+            result.append((counts["model"], counts["guide"]))
         return result
 
 
@@ -134,10 +138,10 @@ def test_counters_and_running_means_are_those_of_plain_svi():
 @pytest.mark.parametrize("loss", [TraceSGVB_ELBO, TraceRaoBlackwell_ELBO, TraceIWAE_ELBO])
 def test_masked_sites_that_the_model_sums_cost_no_further_run(loss):
     """Only latents of the guide have priors that a mask may remove."""
-    runs, mask = [], torch.tensor([True, True, False])
+    runs, mask = Tally(), torch.tensor([True, True, False])
 
     def model():
-        runs.append(None)
+        runs.add()
         p = pyro.sample("p", dist.Beta(torch.tensor(2.0), torch.tensor(3.0)))
         with pyro.plate("data", 6, 3) as batch, pyro.poutine.mask(mask=mask):
             logits = torch.stack([p.log(), (1 - p).log()], -1)
@@ -150,10 +154,10 @@ def test_masked_sites_that_the_model_sums_cost_no_further_run(loss):
 
     elbo, counts, losses = loss(), [], []
     for _ in range(12):
-        runs.clear()
+        runs.take()
         pyro.set_rng_seed(0)
         losses.append(elbo.loss(model, guide))
-        counts.append(len(runs))
+        counts.append(runs.take()["run"])
     assert {counts[i] for i in (2, 4, 5, 6, 8, 9, 10, 11)} == {1}
     assert losses == pytest.approx([losses[0]] * 12, rel=1e-6)
 
@@ -283,3 +287,73 @@ def test_a_network_made_in_the_first_run_is_made_once(name):
     assert len(made) == 1
     assert bool((state["net"].weight != before).all())
     assert pyro.get_param_store()["net$$$weight"] is state["net"].weight
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["broadcasts", "one-datum-shape"])
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb"])
+def test_memory_banks_hold_what_a_step_leaves(name, flat):
+    """No entry of an extra run, and no tensor of a vmap that is over."""
+    bank, recent, latest = [], deque(maxlen=3), {}
+
+    def model(x):
+        prior = torch.stack(list(recent)).mean() if recent else torch.zeros(())
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(prior, 1.0).expand([2]).to_event(1))
+            loc = z.reshape(len(x), 2).sum(-1) if flat else z.sum(-1)
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=x[:, 0])
+        bank.append(z.detach())
+        recent.append(z.detach().mean())
+        latest["z"] = z.detach()
+
+    def guide(x):
+        loc = pyro.param("loc", torch.zeros(len(x), 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
+
+    pyro.clear_param_store()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
+    per_step = 1 if not flat or name == "rb" else 5
+    for step in range(1, 21):
+        svi.step(X)
+        assert len(bank) == per_step * step
+        assert bool(torch.stack(list(recent)).isfinite().all())
+        assert torch.equal(latest["z"], bank[-1])
+
+
+class Lazy(nn.Module):
+    """A module that sets itself up in its first run, as PyTorch's lazy modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.ready = nn.LazyLinear(3), False
+
+    def forward(self, z):
+        if not self.ready:
+            self.scale, self.ready = torch.ones(3, dtype=z.dtype), True
+        return self.net(z) * self.scale
+
+
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "sis"])
+def test_modules_that_set_themselves_up_are_trained(name):
+    decoder = Lazy()
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+            loc = decoder(z)
+            pyro.module("decoder", decoder)
+            pyro.sample("x", dist.Normal(loc, 1.0).to_event(1), obs=x)
+
+    def guide(x):
+        loc = pyro.param("loc", torch.zeros(len(x), 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
+
+    pyro.clear_param_store()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
+    svi.step(X)
+    before = decoder.net.weight.detach().clone()
+    for _ in range(4):
+        svi.step(X)
+    assert decoder.ready
+    assert bool((decoder.net.weight != before).all())

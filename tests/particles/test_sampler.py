@@ -16,6 +16,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import LEADING
 from tests.params import in_turn
+from tests.tally import Tally
 from tests.zoo import EXAMPLES, data, nested, plain, subsampled
 
 INF = float("inf")
@@ -55,27 +56,27 @@ class Counter:
 
     def __init__(self, with_global):
         self.with_global = with_global
-        # Extra runs put back attributes and numbers; a list in a container stays as long as it is.
-        self.programs = ([],)
+        self.tally = Tally()
 
     def model(self):
-        self.programs[0].append("model")
+        self.tally.add("model")
         theta = pyro.sample("theta", normal()) if self.with_global else 0.0
         with pyro.plate("data", 5):
             z = pyro.sample("z", normal(theta))
             pyro.sample("x", normal(z), obs=self.x)
 
     def guide(self):
-        self.programs[0].append("guide")
+        self.tally.add("guide")
         if self.with_global:
             pyro.sample("theta", normal())
         with pyro.plate("data", 5):
             pyro.sample("z", normal(self.x))
 
     def runs(self, sampler):
-        self.programs[0].clear()
+        self.tally.take()
         sampler.sample(pair(self.model, self.guide))
-        return self.programs[0].count("model"), self.programs[0].count("guide")
+        counts = self.tally.take()
+        return counts["model"], counts["guide"]
 
 
 def is_analyzed(step):

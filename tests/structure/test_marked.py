@@ -16,6 +16,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure.marked import marked_run
+from tests.tally import Tally
 
 
 def pair(decode, size=4, dim=None):
@@ -111,7 +112,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_analysis_adds_two_runs_at_uses_1_2_4_8_and_none_otherwise(name):
-    runs, x = [], torch.arange(5.0)  # extra runs put back numbers, and not the lengths of lists
+    runs, x = Tally(), torch.arange(5.0)
 
     def model():
         with pyro.plate("data", 5):
@@ -119,16 +120,16 @@ def test_an_analysis_adds_two_runs_at_uses_1_2_4_8_and_none_otherwise(name):
             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
 
     def guide():
-        runs.append(None)
+        runs.add()
         loc = pyro.param("loc", torch.zeros(5))
         with pyro.plate("data", 5):
             pyro.sample("z", dist.Normal(loc, 1.0))
 
     svi, seen = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), MAKERS[name]()), []
     for _ in range(20):
-        runs.clear()
+        runs.take()
         svi.step()
-        seen.append(len(runs))
+        seen.append(runs.take()["run"])
     plain = seen[2]
     extra = [2 if step in (1, 2, 4, 8, 16) else 0 for step in range(1, 21)]
     assert [n - plain for n in seen] == extra

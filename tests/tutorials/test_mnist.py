@@ -142,5 +142,18 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     assert evaluated.nll_paper == -10
     for a, b in zip(whole, again, strict=True):
         assert (a.bound, a.nll_chain, a.nll_iwae) == (b.bound, b.nll_chain, b.nll_iwae)
-    with pytest.raises(SystemExit, match=r"results with epochs = 2\.0, but epochs is 3\.0"):
-        mnist.main([*argv, "--epochs", "3", "--out", str(stopped)])
+    with pytest.raises(SystemExit, match=r"results with latent = 20, but latent is 3"):
+        mnist.main([*argv, "--epochs", "2", "--latent", "3", "--out", str(stopped)])
+
+
+@pytest.mark.slow
+def test_more_epochs_continue_a_finished_run(tmp_path: Path) -> None:
+    argv = ["--objectives", "ELBO", "--limit", "200", "--test-images", "20"]
+    mnist.main([*argv, "--epochs", "1", "--out", str(tmp_path / "continued")])
+    (longer,) = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "continued")])
+    (at_once,) = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "whole")])
+    assert longer.epochs == at_once.epochs == 2
+    assert longer.bound == pytest.approx(at_once.bound, abs=3)  # after evaluating: other batches
+    assert longer.nll_chain == pytest.approx(at_once.nll_chain, abs=1)
+    (same,) = mnist.main([*argv, "--epochs", "1", "--out", str(tmp_path / "continued")])
+    assert same.epochs == 2

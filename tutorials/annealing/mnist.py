@@ -294,7 +294,7 @@ def evaluations(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
     """Return the NLL of each image by each estimator. Read finished estimates from files."""
     result = []
     for name, estimator in estimators().items():
-        kept = path.with_name(f"{path.stem}.{name}.pt")
+        kept = path.with_suffix(f".{name}.pt")
         if not kept.exists():
             pyro.set_rng_seed(0)  # The noise of the estimators is the same for all models.
             torch.save(-held_out(vae, x, estimator, f"{path.stem}, {name}"), kept)
@@ -304,14 +304,16 @@ def evaluations(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
 
 def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) -> Result:
     """Train the VAE with the objective, and evaluate it. Read finished parts from files."""
-    checkpoint = args.out / f"{name}-{seed}.pt"
-    stem = f"{name}-{seed}" + (f"-{args.epochs:g}" if math.isfinite(args.epochs) else "")
-    path = args.out / f"{stem}.json"
+    path = args.out / f"{name}-{seed}.json"
     if path.exists():
-        return Result(**json.loads(path.read_text()))
+        past = Result(**json.loads(path.read_text()))
+        if past.epochs >= args.epochs or math.isinf(args.epochs):
+            return past
+        for estimate in path.parent.glob(f"{path.stem}.*.pt"):  # of fewer epochs
+            estimate.unlink()
     pyro.set_rng_seed(seed + 1000)
     limits = Limits(args.epochs, args.seconds)
-    bounds, curve, loss = train(name, vae, task, args, limits, checkpoint)
+    bounds, curve, loss = train(name, vae, task, args, limits, path.with_suffix(".pt"))
     record = getattr(loss, "last_step", None)
     chain, iwae, paper = evaluations(vae, task.test, path)
     result = Result(
