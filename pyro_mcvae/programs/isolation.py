@@ -177,27 +177,35 @@ def restored(owners: Iterable[object] = (), read: Dependencies | None = None) ->
     :param read: the values outside the programs that they may read.
     :raises LeadingDimsError: if the run has stored tensors of a run under vmap.
     """
-    outside = None if read is None else OutsideState(read)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with (
         torch.random.fork_rng(devices),
         Isolation(),
+        _saved_outside(read),
         _saved_state(owners),
     ):
-        stored = ""
         try:
             yield
         finally:
             pyro.util.set_rng_state(state)
-            if outside is not None:
-                stored = outside.put_back()
-        if stored:
-            raise LeadingDimsError(
-                f"the programs store a tensor of each run ({stored}), which is not possible under "
-                f"vmap: pass vectorize_particles=False",
-                reason=f"stores a tensor in {stored}",
-            )
+
+
+@contextmanager
+def _saved_outside(read: Dependencies | None) -> Iterator[None]:
+    """Restore the values outside programs; ``None`` restores nothing."""
+    outside, stored = None if read is None else OutsideState(read), ""
+    try:
+        yield
+    finally:
+        if outside is not None:
+            stored = outside.put_back()
+    if stored:
+        raise LeadingDimsError(
+            f"the programs store a tensor of each run ({stored}), which is not possible under "
+            f"vmap: pass vectorize_particles=False",
+            reason=f"stores a tensor in {stored}",
+        )
 
 
 @contextmanager

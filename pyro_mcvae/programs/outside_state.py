@@ -29,17 +29,15 @@ from pyro_mcvae.programs.outside_values import (
     numpy,
 )
 
-# Getters of the entries of containers, whose items may be others afterwards.
+# The getters by which containers are compared.
 _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
-
-
-# In the place of an item that was added to a sequence or set, or is not there any more.
+# In the place of an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
 
 
 class OutsideState:
     """
-    The values outside programs, such as counters, schedules and memory banks, before an extra run.
+    The values outside programs before an extra run, such as counters, schedules and memory banks.
 
     :param read: what the programs read.
     """

@@ -289,6 +289,44 @@ def test_a_network_made_in_the_first_run_is_made_once(name):
     assert pyro.get_param_store()["net$$$weight"] is state["net"].weight
 
 
+class Annealed(nn.Module):
+    """A model with a frozen network and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(2, 3, dtype=X.dtype).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(3, dtype=X.dtype))
+
+    def model(self, x, beta):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        with pyro.plate("data", len(x)):
+            with pyro.poutine.scale(scale=beta):
+                z = pyro.sample("z", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.frozen(z) + self.mean, 1.0).to_event(1), obs=x)
+
+    def guide(self, x):
+        loc = pyro.param("loc", torch.zeros(len(x), 2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
+
+
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb"])
+def test_a_schedule_beside_a_frozen_network_does_not_run_ahead(name):
+    state, pair = {"calls": 0}, Annealed()
+
+    def model(x):
+        state["calls"] += 1
+        pair.model(x, state["calls"] / 50)
+
+    pyro.clear_param_store()
+    svi, mean = SVI(model, pair.guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]()), 0.0
+    for step in range(1, 21):
+        svi.step(X)
+        mean = 0.9 * mean + 0.1 * X.mean(0)
+        assert state["calls"] == step
+        assert torch.allclose(pair.mean, mean)
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["broadcasts", "one-datum-shape"])
 @pytest.mark.parametrize("name", ["sgvb", "iwae", "rb"])
 def test_memory_banks_hold_what_a_step_leaves(name, flat):
