@@ -6,7 +6,7 @@ Operators run on the true values, and pass the bits on below autograd, so views,
 custom functions and inner gradients need no rules of their own. An operator is handled by the first
 rule that fits:
 
-1. pointwise operators: the union of the inputs' bits, whatever the values are;
+1. pointwise operators: the union of the inputs' bits, for all values;
 2. operators that move entries: the same operator on the bits;
 3. reductions, products, scans, normalizations: the union along their dims;
 4. a few operators on floating-point numbers: NaN in the entries of one bit at a time, on copies;

@@ -31,7 +31,7 @@ from pyro_mcvae.programs.outside_values import (
 
 # The getters by which containers are compared.
 _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
-# In the place of an item that was added to a sequence or set, or was removed from it.
+# Stands for an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
 
 

@@ -254,7 +254,7 @@ class Dependencies:
         """
         Return the first entry whose value has changed.
 
-        :param tensors: whether another tensor in the place of a tensor counts as a change.
+        :param tensors: whether a tensor that replaces another counts as a change.
         """
         # This runs at every step. It compares by identity first, and by value only if that fails.
         for entry in self.entries:

@@ -19,6 +19,7 @@ from pyro_mcvae import (
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure.marked import marked_run
 from tests.structure.pairs import coupled_pair
+from tests.tally import Tally
 
 X = (3.0, 3.5, 2.5, 4.0)
 
@@ -149,14 +150,14 @@ def test_which_plate_is_coupled(drawn, combine, plates):
 
 
 def test_many_elements_cost_one_run():
-    runs = []
+    runs = Tally()
 
     def count(z):
-        runs.append(None)
+        runs.add()
         return z
 
     assert coupled(*coupled_pair(count, 500)) == {}
-    assert len(runs) == 1
+    assert runs.take()["run"] == 1
 
 
 def test_the_other_plates_keep_their_weights():
