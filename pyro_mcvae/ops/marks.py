@@ -881,7 +881,7 @@ class _Call:
             positions.append(index)
         aten = torch.ops.aten.index.Tensor
         moved = torch.stack([aten(mask[w], positions) for w in range(self._words)])
-        # The result has the broadcast shape of the indices in the place of the indexed dims.
+        # The result has the broadcast shape of the indices, which replaces the indexed dims.
         marked = [i for i in indices if self.is_marked(i)]
         shape = torch.broadcast_shapes(*(i.shape for i in indices if i is not None))
         wide = torch.broadcast_tensors(torch.empty(shape, device=data.device), *marked)[0].shape

@@ -431,7 +431,7 @@ def _density_error(site: Site, program: str, error: Exception) -> Exception:
             "a distribution with that support (or an AutoGuide, which transforms to it)."
         )
         if all(t.numel() == 1 for t in tensors_of(known_support(site["fn"]))):
-            kind = SiteError  # whatever the dims of the distribution are
+            kind = SiteError  # for any dims of the distribution
     else:
         remedy = "Check the value, the distribution's shape and the plates around the site."
     return kind(

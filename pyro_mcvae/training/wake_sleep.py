@@ -366,9 +366,12 @@ class WakeSleep(MonteCarloELBO):
         with torch.no_grad():
             dreamt = dream(programs, run.subsamples)
             values = dreamt_values(run.model_trace, dreamt)
-            if self.dream_args is None:
-                key = "data can be simulated", about
-                analysis.cached(key, lambda: check_reads(programs, run, dreamt, values))
+            # The same operations read the same arguments, so that this needs one run for all.
+            key = "data can be simulated", about, analysis.fingerprint
+            if self.dream_args is None and not analysis.get(key):
+                if not analysis.before(key):
+                    check_reads(programs, run, dreamt, values)
+                analysis.put(key, True)
             dreaming = self._with_dream(programs, run, values)
         return recognize(dreaming, dreamt, run.subsamples)
 

@@ -91,7 +91,7 @@ class StateSpace:
             log_weight += [-math.log(len(steps))] * len(steps)
         bits = [(d, j) for d, width in enumerate(self.widths) for j in range(width)]
         radix = [1 << d for d in range(len(self))] if self.is_word else _radices(self.sizes)
-        # Keys are linear in the bits: one look-up per byte, whatever the number of bytes.
+        # Keys are linear in the bits: one look-up per byte, for any number of bytes.
         of_bit = torch.tensor([_wrap(radix[d] << j) for d, j in bits], dtype=torch.long)
         of_bit = torch.nn.functional.pad(of_bit, (0, 8 * self.num_bytes - len(bits)))
         byte = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
