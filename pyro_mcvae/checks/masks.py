@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, cast
 
 import torch
 from pyro import distributions as dist
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions import constraints
 
-from pyro_mcvae.programs.enumeration import summed_terms
-from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
-from pyro_mcvae.programs.methods import has_methods_of
-from pyro_mcvae.programs.probing import Probe, probe, probing
-from pyro_mcvae.programs.run import (
-    Programs,
-    Run,
-    is_messenger,
-    run_model,
-    run_pair,
-    terms_of,
-    with_changes,
-)
+from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import (
-    bare,
     counted_values,
-    elementwise,
     hides_masks,
     inner_scale,
     is_flat,
     is_latent,
     is_random,
     is_scored,
-    known_support,
     layers,
+    own_mask,
     site_masks,
     with_mask,
 )
-from pyro_mcvae.programs.types import Program, Site
+from pyro_mcvae.programs.types import FactorKey, Program, Site
 from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.marked import MarkedRunError, marked
 
@@ -87,11 +67,6 @@ def _masks_of_latent(run: Run, name: str) -> tuple[Tensor | None, Tensor | None]
     traces = run.model_trace, run.guide_trace
     model, guide = (own_mask(trace.nodes[name]) for trace in traces)
     return model, guide
-
-
-def own_mask(site: Site) -> Tensor | None:
-    """Return the entries that a program's own masks count."""
-    return site["own_mask"] if "own_mask" in site else counted_values(site)
 
 
 # For each latent, the other factors of the model that depend on it, and whether an entry of such a
@@ -203,18 +178,15 @@ def masked_latents(programs: Programs, run: Run) -> MaskedLatents:
     ]
     if not names:
         return MaskedLatents({}, frozenset())
-    with probing(programs), torch.no_grad():
-        substitutes = Substitutes(Minibatch(run.subsamples))
-        leading = Leading(state_dim=run.state_dim)
-        first, second = (
-            replace(run, guide_trace=g, model_trace=m, terms=terms_of(g, m, run.state_dim))
-            for g, m in (run_pair(programs, substitutes, leading) for _ in range(2))
-        )
-        removed = _masked_latents(first)  # another minibatch may have others
-        redrawn = {n: _redrawn(programs, first, second, n) for n in names if n in removed}
-    transported = {n for n, trace in redrawn.items() if _moves_density(first.model_trace, trace)}
-    read = {n for n, trace in redrawn.items() if not _is_unread(first, trace)}
-    guide_masks = {n: counted_values(latents[n]) for n in names if n not in read | transported}
+    try:
+        found = marked(programs, run)
+    except MarkedRunError:
+        return MaskedLatents({}, frozenset())  # the model may depend on all of them
+    readers = {n: found.readers_of_masked(FactorKey("model", n)) for n in names}
+    transported = {
+        n for n, keys in readers.items() if any(is_transported(found.site(k)) for k in keys)
+    }
+    guide_masks = {n: counted_values(latents[n]) for n in names if not readers[n]}
     if is_messenger(programs):
         guide_masks.clear()
     return MaskedLatents(guide_masks, frozenset(transported))
@@ -337,44 +309,12 @@ def _more(model_mask: Tensor | None, guide_mask: Tensor | None) -> bool:
     return bool((~model_mask if guide_mask is None else guide_mask & ~model_mask).any())
 
 
-def _redrawn(programs: Programs, run: Run, second: Run, name: str) -> Trace | None:
-    """Run the model with its masked entries from another draw; None if shapes differ."""
-    old, new = (r.guide_trace.nodes.get(name, {}).get("value") for r in (run, second))
-    if old is None or new is None or old.shape != new.shape:
-        return None
-    counted = counted_values(run.model_trace.nodes[name])
-    assert counted is not None
-    changed = with_changes(run.guide_trace, {name: {"value": torch.where(counted, old, new)}})
-    substitutes = Substitutes(Minibatch(run.subsamples))
-    return run_model(programs, changed, substitutes, Leading(state_dim=run.state_dim))
-
-
-def _is_unread(run: Run, redrawn: Trace | None) -> bool:
-    """Return whether the model's density has not changed."""
-    if redrawn is None:
-        return False
-    expected = {t.key: t.log_prob for t in run.terms if not t.in_guide}
-    redrawn_terms = {t.key: t.log_prob for t in summed_terms(redrawn)}
-    return expected.keys() == redrawn_terms.keys() and all(
-        torch.equal(redrawn_terms[key], value) for key, value in expected.items()
-    )
-
-
 def is_transported(site: Site) -> bool:
     """Return whether a site may be a transformed latent: a point mass with a density."""
     if not is_scored(site) or not site["is_observed"]:
         return False
     points = [layer for layer in layers(site["fn"]) if isinstance(layer, dist.Delta)]
     return any(bool((torch.as_tensor(p.log_density) != 0).any()) for p in points)
-
-
-def _moves_density(model_trace: Trace, redrawn: Trace | None) -> bool:
-    """Return whether the value of a point mass with a density has moved, unlike data."""
-    nodes = {} if redrawn is None else redrawn.nodes
-    return any(
-        is_transported(site) and n in nodes and not torch.equal(site["value"], nodes[n]["value"])
-        for n, site in model_trace.nodes.items()
-    )
 
 
 def _count_alike(a: Tensor | None, b: Tensor | None) -> bool:
@@ -393,105 +333,28 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
     """
     Check that no factor of the model depends on draws that a mask removes from the guide.
 
-    The model runs again with other values of these entries, and all other draws unchanged: no log
-    density may change.
-
     :param run: an execution of the programs, with any leading dims.
     :param weighs: whether a site of the guide is part of the weights. Others are averaged over.
     :raises ValueError: naming the latent, and the site of the model that depends on it.
     """
-    draws = (t.site for t in run.terms if t.in_guide and is_random(t.site))
-    if all(counted_values(site) is None for site in draws):
+    draws = [t.site for t in run.terms if t.in_guide and is_random(t.site) and weighs(t.site)]
+    names = [site["name"] for site in draws if _masks_out(site)]
+    if not names:
         return
-    leading = Leading(state_dim=run.state_dim)
-
-    def probe_at(values: dict[str, Tensor]) -> Probe:
-        # Each run begins with the same random state, also for random numbers outside sites.
-        with probing(programs), torch.no_grad():
-            return probe(programs, run.subsamples, values, leading=leading)
-
-    drawn = [s for s in probe_at({}).guide_trace.nodes.values() if is_random(s)]
-    values = {s["name"]: s["value"] for s in drawn}
-    before = probe_at(values).log_probs
-    for site in filter(weighs, drawn):
-        name, counted = site["name"], counted_values(site)
-        if counted is None or bool(counted.all()):
-            continue
-        with reseeded():
-            changed = torch.where(counted | _is_certain(site), site["value"], other_value(site))
-        after = probe_at({**values, name: changed}).log_probs
-        for key in (k for k in {**before, **after} if k.program == "model"):
-            in_both = key in before and key in after
-            if not in_both or bool(differing(before[key], after[key]).any()):
-                raise _unweighed_error(name, key.name)
-
-
-def _is_certain(site: Site) -> Tensor | bool:
-    """Return the mask of entries with a single possible value, whose probability is one."""
-    fn = bare(site["fn"])
-    if has_methods_of(fn, torch.distributions.Categorical):
-        return (fn.probs > 0).sum(-1) == 1
     try:
-        certain = fn.variance == 0
-    except NotImplementedError:
-        return False
-    for dim in range(-fn.event_dim, 0):
-        certain = certain.all(dim, keepdim=True)
-    return certain if known_support(site["fn"]).is_discrete else False
+        found = marked(programs, run)
+    except MarkedRunError as error:
+        raise _unweighed_error(names[0], f"which is unknown ({error})") from error
+    for name in names:
+        for reader in found.readers_of_masked(FactorKey("guide", name)):
+            raise _unweighed_error(name, f"'{reader.name}'")
 
 
 def _unweighed_error(latent: str, reader: str) -> ValueError:
     return ValueError(
-        f"a mask removes entries of site '{latent}' from the guide's density, and site '{reader}' "
+        f"a mask removes entries of site '{latent}' from the guide's density, and site {reader} "
         f"of the model depends on them: these draws have no density in the weight, so it does not "
         f"estimate the evidence, and bounds are too large. Use TraceSGVB_ELBO, which averages log "
         f"densities, or remove the mask from guide and model; a mask of padding is correct if no "
         f"counted site depends on the padded entries"
     )
-
-
-# Other values of draws, and whether a density changes with them.
-
-
-@contextmanager
-def reseeded() -> Iterator[None]:
-    """Make draws differ from those of a run that began with the same random state."""
-    with isolated():
-        with torch._C.DisableTorchFunction():
-            state = torch.get_rng_state().numpy().tobytes()
-        seed = random.Random(state).getrandbits(31)
-        # Like torch.manual_seed, without the stack trace that it formats for each device.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
-        yield
-
-
-def other_value(site: Site) -> Tensor:
-    """Return another value for each element: a second draw, or the next discrete value."""
-    value, support = site["value"], elementwise(known_support(site["fn"]))
-    if support is constraints.boolean:
-        return value.logical_not().to(value.dtype)
-    if support is constraints.one_hot:
-        return value.roll(1, -1)
-    if isinstance(support, _INTERVAL):
-        low, size = support.lower_bound, support.upper_bound - support.lower_bound + 1
-        return (low + (value - low + 1) % size).to(value.dtype)
-    if isinstance(support, _COUNTS):
-        return value + 1
-    try:
-        drawn: Tensor = site["fn"](*site["args"], **site["kwargs"])
-    except NotImplementedError:
-        return value  # the distribution cannot draw; a handler set the value
-    return drawn
-
-
-_INTERVAL = type(constraints.integer_interval(0, 1))
-_COUNTS = type(constraints.nonnegative_integer)
-
-
-def differing(before: Tensor, after: Tensor) -> Tensor:
-    """Return the mask of changed entries of a log density; all of them if the shape has changed."""
-    if before.shape != after.shape:
-        return torch.ones_like(before, dtype=torch.bool)
-    return (before.isnan() != after.isnan()) | ((before != after) & ~before.isnan())

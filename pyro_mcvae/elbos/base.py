@@ -45,7 +45,6 @@ from pyro_mcvae.ops.tensors import (
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import LossModule, nonfinite_sites, single_run
-from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     bare,
@@ -649,13 +648,14 @@ class MonteCarloELBO(FixedOptions, ELBO):
             estimate = self._estimate_of(programs)
             if not (estimate.runs and has_masks(estimate.runs[0], in_guide=False)):
                 return programs, estimate
-        return self._counted_by_masks(programs, used, analysis)
+        # A fresh analysis begins with the priors of the last one.
+        return self._counted_by_masks(programs, used or analysis.before(_COUNTED), analysis)
 
     def _counted_by_masks(
         self, programs: Programs, used: _Counted | None, analysis: Analysis
     ) -> tuple[Programs, Estimate]:
         """Return the estimate of a step with masks, which may change from step to step."""
-        with rewindable(True) as rewind:
+        with self.sampler.analyses.rewindable(programs, True) as rewind:
             counted, estimate, found = self._estimate_counted(programs, used, analysis)
             if found.names != (used.names if used else frozenset()):
                 rewind()  # other priors were counted than the masks require

@@ -184,6 +184,9 @@ class Marks(TorchDispatchMode):
         and the bit of its result.
     :ivar unknown: names of operators without a rule that received marks.
     :ivar smooth: the bits of draws that a gradient is taken through.
+    :ivar masked: the bits of entries that a mask removes from a density. A result has them only if
+        it changes with these entries; see :meth:`._Call.without_ignored`.
+    :ivar masking: the bits of draws that decide these masks.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class Marks(TorchDispatchMode):
         self.batch_bit = self.new_bits()
         self.channels: list[tuple[tuple[int, ...], int]] = []
         self.smooth = 0
+        self.masked = self.masking = 0
         self.at_site = False
         self.smoothed = False
         self.checking = False
@@ -358,7 +362,8 @@ class Marks(TorchDispatchMode):
         draw = self._record(call, result) if is_draw else 0
         if masks or draw:
             call.inputs = inputs
-            for tensor, mask in zip(results, call.masks_of(results), strict=True):
+            result_masks = call.without_ignored(results, call.masks_of(results))
+            for tensor, mask in zip(results, result_masks, strict=True):
                 if mask is None and not draw:
                     if call.is_written(tensor):
                         self.write(tensor, 0)
@@ -630,6 +635,13 @@ _ATTENTION = "_scaled_dot_product"
 _READS = _names("_local_scalar_dense equal is_nonzero item")
 
 
+def _moved(value: Tensor, sign: int) -> Tensor:
+    """Return other values, far from the former ones where the dtype has such."""
+    if value.dtype == torch.bool:
+        return ~value
+    return value + sign * (2.0**20 if value.is_floating_point() or value.is_complex() else 1)
+
+
 @cache
 def _is_pointwise(packet: Any) -> bool:
     """Return whether an operator is pointwise; not all overloads and forms in place are tagged."""
@@ -739,7 +751,7 @@ class _Call:
 
     def kept_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return copies of the arguments before they are overwritten, if a rule needs them."""
-        if self.name not in _BY_NAN:
+        if self.name not in _BY_NAN and not self._may_ignore:
             return None
         if not self.func._schema.is_mutable:
             return self.args, self.kwargs
@@ -770,6 +782,66 @@ class _Call:
         # Arguments that the rule does not cover.
         self._marks.unknown.add(self.name)
         return self._everything(results)
+
+    @property
+    def _may_ignore(self) -> bool:
+        """
+        Return whether the operator may leave masked entries out, for all values of other draws.
+
+        Then no parameter, and no draw that does not decide the masks as well, decides what it
+        selects, or by which zeros it multiplies.
+        """
+        marks = self._marks
+        if not marks.masked or not marks.masked & bits_of(self._one(self.tensors)):
+            return False
+        free = [t for t in self.tensors if bits_of(self.masks.get(id(t))) & ~marks.masking]
+        if self.name in ("where", "masked_fill"):
+            chooses = self.args[self.name == "masked_fill"]
+            return all(t is not chooses for t in free)
+        if self.name.startswith(_ATTENTION):
+            return all(any(t is a for a in self.args[:3]) for t in free)
+        if self.name == "mul" or self.name in _PRODUCTS:
+            others = (t for t in self.tensors if t is not free[0])
+            return len(free) == 1 and not any(t.requires_grad for t in others)
+        return False
+
+    def without_ignored(
+        self, results: Sequence[Tensor], masks: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """
+        Remove the bits of masked entries from results that do not change with these entries.
+
+        Programs select by a mask, or multiply by its zeros. The operator runs again with other
+        values in the masked entries, on copies.
+        """
+        if self.inputs is None or not self._may_ignore:
+            return masks
+        field = mask_of_bits(self._marks.masked, self._words, torch.empty(()))
+        changed = [torch.zeros_like(r, dtype=torch.bool) for r in results]
+
+        def field_for(mask: Tensor) -> Tensor:
+            return field.to(mask.device).reshape(-1, *[1] * (mask.dim() - 1))
+
+        for sign in (1, -1):
+
+            def moved(value: Any, sign: int = sign) -> Any:
+                if not isinstance(value, Tensor):
+                    return value
+                mask, copy = self.masks.get(id(value)), value.detach().clone()
+                if mask is None:
+                    return copy
+                return torch.where((mask & field_for(mask)).any(0), _moved(copy, sign), copy)
+
+            args, kwargs = tree_map(moved, self.inputs)
+            with torch.no_grad():
+                after = tree_leaves(self.func(*args, **kwargs))
+            moved_results = [v for v in after if isinstance(v, Tensor)]
+            for at, old, new in zip(changed, results, moved_results, strict=True):
+                at |= (old != new) & ~(old.isnan() & new.isnan())
+        return [
+            None if mask is None else torch.where(at, mask, mask & ~field_for(mask))
+            for mask, at in zip(masks, changed, strict=True)
+        ]
 
     def _rule(self) -> Callable[[Sequence[Tensor]], list[Tensor | None]] | None:
         name, func = self.name, self.func

@@ -166,6 +166,25 @@ def counted_values(site: Site) -> Tensor | None:
     return reduce(torch.logical_and, event_masks) if event_masks else None
 
 
+def own_mask(site: Site) -> Tensor | None:
+    """Return the entries that a program's own masks leave in the density; None without masks."""
+    return site["own_mask"] if "own_mask" in site else counted_values(site)
+
+
+def certain_entries(site: Site) -> Tensor | bool:
+    """Return which entries have a single possible value, whose probability is one."""
+    fn = bare(site["fn"])
+    if has_methods_of(fn, torch.distributions.Categorical):
+        return (fn.probs > 0).sum(-1) == 1
+    try:
+        certain = fn.variance == 0
+    except NotImplementedError:
+        return False
+    for dim in range(-fn.event_dim, 0):
+        certain = certain.all(dim, keepdim=True)
+    return certain if known_support(site["fn"]).is_discrete else False
+
+
 def hides_masks(fn: Distribution) -> bool:
     """Return whether a mask inside a transform or a mixture removes only part of the density."""
     if is_wrapper(fn):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -240,15 +240,6 @@ class Term:
 def scored(trace: Trace) -> Iterator[Site]:
     """Yield the sites of a trace that carry a log density."""
     return (site for site in trace.nodes.values() if is_scored(site))
-
-
-def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]:
-    """Yield the computable terms of a trace, by :func:`model_term` or :func:`guide_term`."""
-    for site in scored(trace):
-        try:
-            yield make(site)
-        except ValueError:
-            continue  # a flow without an inverse
 
 
 def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None = None) -> Term:

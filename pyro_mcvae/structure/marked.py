@@ -33,6 +33,7 @@ from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair
 from pyro_mcvae.programs.sites import (
+    certain_entries,
     changed_draw,
     is_delta,
     is_latent,
@@ -41,7 +42,9 @@ from pyro_mcvae.programs.sites import (
     masked_entries,
     masks_of,
     observes_data,
+    own_mask,
     reparameterized,
+    site_masks,
 )
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term, guide_term, model_term
@@ -107,6 +110,8 @@ class _Marker(Messenger):
         self.codes: dict[tuple[str, int, int], _Code] = {}
         # By site, what Python had read: in the guide, then in the model.
         self.control: dict[str, list[int]] = {}
+        # By draw of the guide and by site of the model, the bit of entries that its masks remove.
+        self.masked_bits: dict[FactorKey, int] = {}
         # By site, the marks from which its draw was computed: [words, *batch].
         self.upstream: dict[str, Tensor] = {}
         self.untraced: list[frozenset[CondIndepStackFrame]] = []
@@ -134,6 +139,9 @@ class _Marker(Messenger):
                 self.untraced.append(plate_frames(msg))
         elif is_latent(msg) and msg["name"] not in self.site_bits:
             self._mark(msg)
+            self._mark_masked(msg, "guide")
+        elif is_latent(msg):
+            self._mark_masked(msg, "model")
 
     def _mark(self, msg: Message) -> None:
         marks, drawn = self.marks, msg["value"]
@@ -176,6 +184,33 @@ class _Marker(Messenger):
         for value in (drawn, getattr(drawn, "_unquantize", None)):
             if value is not None:
                 marks.write(value, mask.expand(words, *value.shape))
+
+    def _mark_masked(self, msg: Message, program: str) -> None:
+        """Mark the entries of a value that the program's masks remove from its density."""
+        marks, value, counted = self.marks, msg["value"], own_mask(msg)
+        if counted is None:
+            return
+        with marks.paused():
+            removed = ~(counted | certain_entries(msg))
+            if not bool(removed.any()):
+                return
+            self.masked_bits[FactorKey(program, msg["name"])] = bit = marks.new_bits()
+            marks.masked |= bit
+            marks.masking |= marks.bits(site_masks(msg)) & ~marks.masked
+            removed = _in_dims_of(value, removed)
+            extra = mask_of_bits(bit, marks.words, value) * removed
+            before = marks.mask(value)
+            marks.write(value, extra if before is None else before | extra)
+
+
+def _in_dims_of(value: Tensor, removed: Tensor) -> Tensor:
+    """Return the entries of a value that are removed in one of the places it broadcasts to."""
+    while removed.dim() > value.dim():
+        removed = removed.any(0)
+    for dim in range(-removed.dim(), 0):
+        if value.shape[dim] == 1:
+            removed = removed.any(dim, keepdim=True)
+    return removed
 
 
 def _states(name: str) -> str:
@@ -251,6 +286,8 @@ class MarkedRun:
     :ivar whole: for each factor, the bits that all of its entries have.
     :ivar control: for each factor, those of values that Python has read before.
     :ivar masked: for each site, the bits of its masks.
+    :ivar masked_bits: for each draw of the guide and its site in the model, the bit of the entries
+        that masks remove from its density.
     :ivar reads: the values that Python code has read.
     :ivar draws: random numbers outside sample sites.
     :ivar untraced: the plates around untraced draws of the programs.
@@ -273,6 +310,7 @@ class MarkedRun:
     whole: dict[FactorKey, int]
     control: dict[FactorKey, int]
     masked: dict[FactorKey, int]
+    masked_bits: Mapping[FactorKey, int]
     site_bits: Mapping[str, int]
     codes: Mapping[tuple[str, int, int], _Code]
     reads: list[Read]
@@ -315,6 +353,11 @@ class MarkedRun:
             {key: self.names(bits) & tracked for key, bits in self.masked.items()},
             {key: _leaves_of(t.log_prob) for key, t in self.terms.items()},
         )
+
+    def readers_of_masked(self, key: FactorKey) -> list[FactorKey]:
+        """Return the model's factors that depend on entries which the masks of a draw remove."""
+        bit = self.masked_bits.get(key, 0)
+        return [k for k, bits in self.bits.items() if k.program == "model" and bits & bit]
 
     @cached_property
     def coupled(self) -> dict[FactorKey, frozenset[PlateKey]]:
@@ -538,6 +581,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         whole,
         control,
         masked,
+        marker.masked_bits,
         marker.site_bits,
         marker.codes,
         [r for r in reads if r.sites],
@@ -694,10 +738,12 @@ def _without_own_branches(programs: Programs, found: MarkedRun) -> MarkedRun:
             before, after = found.log_probs.get(key), other.log_probs.get(key)
             if before is None or after is None or not torch.equal(before, after):
                 return found
+    bits = [*found.site_bits.items()]
+    bits += [(key.name, bit) for key, bit in found.masked_bits.items()]
     own_control = {
         key: sum(
             bit
-            for n, bit in found.site_bits.items()
+            for n, bit in bits
             if control & bit and iterations.get(n) == _iterations(found.site(key))
         )
         for key, control in found.control.items()

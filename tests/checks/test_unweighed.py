@@ -320,3 +320,57 @@ def test_marginals_over_inducing_values_as_of_gpytorch():
     divergence = torch.distributions.kl_divergence(dist.Normal(0.8, 0.4), dist.Normal(0.0, 1.0))
     exact = (dist.Normal(0.8, 0.5).log_prob(X) - 0.41 / 0.5).sum() - divergence
     assert abs(result - exact) < 0.3  # the standard error is about 0.05
+
+
+def gated(read, guide_extra=None):
+    """Programs whose datum 1 is masked, and whose data read ``read(z)``."""
+
+    def program(is_model):
+        with pyro.plate("data", 3), poutine.mask(mask=KEPT):
+            scale = 1.0 if is_model else 0.9
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), scale))
+        if is_model:
+            pyro.sample("x", dist.Normal(read(z), 1.0).to_event(1), obs=X)
+
+    return lambda: program(True), lambda: program(False)
+
+
+ZERO = torch.zeros(3, requires_grad=True)
+PAIRS = torch.eye(3, dtype=torch.float64) * KEPT
+READS = {
+    "far threshold": lambda z: torch.where(z > 9.0, z, 0.0),
+    "weight of zero": lambda z: z * ZERO,
+    "dropped unit": lambda z: torch.nn.functional.dropout(z, 0.9),
+    "tiny step": lambda z: (z * 1e-9).round(),
+    "product with a zero factor": lambda z: torch.cat([z, torch.zeros(1)]).prod() * KEPT,
+}
+IGNORES = {
+    "where": lambda z: torch.where(KEPT, z, 0.0),
+    "masked_fill": lambda z: z.masked_fill(~KEPT, 0.0),
+    "in place": lambda z: z.clone().masked_fill_(~KEPT, 0.0).mul_(2.0),
+    "product in place": lambda z: z.clone().mul_(KEPT).cumsum(0),
+    "number": lambda z: z * KEPT.float(),
+    "selection": lambda z: z[[0, 2]].sum().expand(3),
+    "matrix": lambda z: PAIRS @ z,
+    "linear": lambda z: torch.nn.functional.linear(z, PAIRS),
+    "attention": lambda z: (
+        torch.nn.functional.scaled_dot_product_attention(
+            *[z.reshape(1, 1, 3, 1)] * 3, attn_mask=KEPT.expand(1, 1, 3, 3)
+        ).reshape(3)
+        * KEPT
+    ),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_masked_draws_that_data_may_read_are_found_by_every_seed(read):
+    """Whatever the draw: another one would seldom pass a threshold, or a dropped unit."""
+    for seed in range(5):
+        pyro.set_rng_seed(seed)
+        with pytest.raises(ValueError, match=READ):
+            TraceIWAE_ELBO(3).loss(*gated(read))
+
+
+@pytest.mark.parametrize("read", IGNORES.values(), ids=IGNORES)
+def test_masked_draws_that_operators_leave_out_are_not_read(read):
+    assert math.isfinite(TraceIWAE_ELBO(3).loss(*gated(read)))

@@ -376,3 +376,57 @@ def test_modules_that_set_themselves_up_are_trained(name):
         svi.step(X)
     assert decoder.ready
     assert bool((decoder.net.weight != before).all())
+
+
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb"])
+def test_masks_that_change_leave_counters_as_one_run_does(name):
+    """A step that finds other priors to count is repeated, and each length is shown once."""
+    shown, lengths = [], [3, 3, 1, 2, 3, 1]
+    log_scale = torch.zeros(3, requires_grad=True)
+
+    def model(x):
+        length = lengths[len(shown)]
+        shown.append(length)
+        with pyro.plate("data", 3), pyro.poutine.mask(mask=torch.arange(3) < length):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(torch.zeros(3), log_scale.exp()))
+
+    loss = LOSSES[name]()
+    for _ in lengths:
+        loss.loss_and_grads(model, guide, X[0])
+    assert shown == lengths
+
+
+@pytest.mark.parametrize("guide_counts", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_latents_need_no_runs_of_their_own(name, guide_counts):
+    """If the guide counts more, the first step is made and analyzed twice."""
+    kept = torch.tensor([True, True, False])
+
+    def model(x):
+        RUNS.add("model")
+        with pyro.plate("data", 3), pyro.poutine.mask(mask=kept):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        RUNS.add("guide")
+        loc = pyro.param("loc", torch.zeros(3))
+        with pyro.plate("data", 3), pyro.poutine.mask(mask=guide_counts or kept):
+            pyro.sample("z", dist.Normal(loc + x / 2, 1.0))
+
+    loss, steady = LOSSES[name](), STEADY.get(name, (1, 1))
+    for step in range(1, 9):
+        RUNS.take()
+        loss.loss_and_grads(model, guide, X[0])
+        counts = RUNS.take()
+        is_due = step & (step - 1) == 0
+        for program, least in zip(("model", "guide"), steady, strict=True):
+            most = least + (3 if step == 1 else 2 if is_due else 0)
+            if guide_counts:
+                most += most if step == 1 else is_due
+            assert counts[program] <= most, (step, counts)
