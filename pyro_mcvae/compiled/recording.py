@@ -27,7 +27,7 @@ from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trac
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.isolation import visible_handlers
 from pyro_mcvae.programs.messengers import is_param_tracer
-from pyro_mcvae.programs.outside_state import put_back
+from pyro_mcvae.programs.outside_state import OutsideState
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
     Entry,
@@ -239,6 +239,9 @@ def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
     return tensors, rebuild
 
 
+_OPTIMIZERS = torch.optim.__file__.rpartition("__init__")[0]
+
+
 class Surroundings:
     """
     The state that a step changes and a replay does not. An error inside the context restores it.
@@ -256,16 +259,13 @@ class Surroundings:
         self._generators = GeneratorStates(self._before)
         self._names = set(pyro.get_param_store()._params)
         self._roots, self._expected = roots, executed
-        self._entries = list(self._before.entries)
+        self._outside = OutsideState(self._before)
         self.executed = ExecutedCode()
         self._spaces: list[tuple[type, dict[str, Any], dict[str, Any]]] = []
-        self._buffers: list[tuple[Tensor, Tensor]] = []
         for value in self._before.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
             if isinstance(value, nn.Module):
                 spaces.append(value._buffers)
-                buffers = [b for b in value._buffers.values() if b is not None]
-                self._buffers += [(b, b.detach().clone()) for b in buffers]
             self._spaces += [(type(value), space, dict(space)) for space in spaces]
 
     def __enter__(self) -> Surroundings:
@@ -291,11 +291,7 @@ class Surroundings:
                 space.update(before)
             for key in space.keys() - before.keys():
                 del space[key]
-        for buffer, copy in self._buffers:
-            buffer.detach().copy_(copy)
-        for entry in self._entries:
-            if not entry.unchanged:
-                put_back(entry)
+        self._outside.put_back()
         self._generators.put_back()
 
     @contextmanager
@@ -341,6 +337,11 @@ class Surroundings:
         if not dependencies_now.functions <= self._before.functions:
             self._expected.add(self.executed)
             raise NotUsable("it executes functions that the step before has not")
+        if any(
+            code.co_filename.startswith(_OPTIMIZERS)
+            for code in (self.executed.codes or {}).values()
+        ):
+            raise NotRecordable("runs an optimizer inside the model or guide")
         if name := self._generators.moved():
             raise NotRecordable(f"draws random numbers from {name}: use PyTorch's")
         if new := set(pyro.get_param_store()._params) - self._names:

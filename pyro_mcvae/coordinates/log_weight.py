@@ -35,10 +35,16 @@ from pyro_mcvae.ops.smoothing import (
     smoothed,
     smoothed_gradients,
 )
-from pyro_mcvae.ops.tensors import as_shape, costs_nothing_to_read
+from pyro_mcvae.ops.tensors import (
+    as_shape,
+    costs_nothing_to_read,
+    fail_if_recording,
+    is_recording,
+)
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.distributions import unvalidated
 from pyro_mcvae.programs.messengers import SampleFn
+from pyro_mcvae.programs.outside_state import StateOfOneRun
 from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.programs.sites import masked_entries, without_autocast
 from pyro_mcvae.programs.terms import Term, scored
@@ -191,6 +197,7 @@ def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -
 # The log weight of a model and guide as a function of their local latents.
 
 _CHECKED = ("checked",)
+_CHANGES = ("changes state",)
 
 
 class LogWeight:
@@ -265,7 +272,11 @@ class LogWeight:
         self.programs, self._sampler, self.kind = programs, sampler, coordinates
         self.gradient, self._widths, self._beginning = gradient, widths, begin or Beginning()
         self.finder = finder
+        state = self._state_before()
         sample, self.records = self._first_draw(within)
+        self._state = state if state is not None and state.after_first() else None
+        if state is not None:
+            sampler.analyses.of(programs).put(_CHANGES, self._state is not None)
         made = sample, self.records, self._beginning.fixed_sites
         key = "plan", id(sample.structure), *plan_key(*made)
         find = sampler.analyses.of(programs).cached
@@ -278,6 +289,15 @@ class LogWeight:
             self._collect(self.first, finder)
         start = [{n: placed.at for n, placed in record.items()} for record in self.records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
+
+    def _state_before(self) -> StateOfOneRun | None:
+        """Return the values outside the programs; None if they are known to change none."""
+        changes: bool | None = self._sampler.analyses.of(self.programs).get(_CHANGES)
+        if changes:
+            fail_if_recording("each evaluation changes values outside the programs")
+        if changes is False or is_recording():
+            return None
+        return StateOfOneRun(self._sampler.analyses.read(self.programs))
 
     def _running(self, at: Tensor | None = None) -> ExitStack:
         """
@@ -433,6 +453,10 @@ class LogWeight:
         return weights if depth == 1 else weights.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
+        with nullcontext() if self._state is None else self._state.again():
+            return self._run_in_state(flat, detach)
+
+    def _run_in_state(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample
         if not (first.structure.mean_field and len(flat) == first.num_particles):
             return self._run_both(flat, detach)

@@ -365,7 +365,7 @@ def compare(
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
 
     clock = Clock("compare", settings.progress, settings.time_budget)
-    with each_once(), restored(()), clock:
+    with each_once(), restored(), clock:
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
@@ -469,7 +469,7 @@ class _Data:
         """Return the number of batches in one pass; count them if they have no length."""
         if isinstance(self._batches, Sized):
             return len(self._batches)
-        with restored(()):
+        with restored():
             return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Programs]:
@@ -488,7 +488,7 @@ class _Data:
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:
             modules = find_modules(*programs.pair)
-            with restored(()), torch.no_grad(), evaluation_modules(modules):
+            with restored(), torch.no_grad(), evaluation_modules(modules):
                 sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
                 sample = sampler.sample(programs)
             shared = sample.structure.global_sites.guide

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from inspect import signature
 from typing import Any
 
@@ -28,7 +27,8 @@ from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The depth to which a program's closures, attributes and lists are searched for modules.
 _DEPTH = 4
-OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OTHERS = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch), Trace)
 
 
@@ -53,14 +53,14 @@ def _parts(value: object) -> Iterator[object]:
     # This runs in every step, so the attributes of each nn.Module are left out.
     if isinstance(value, nn.Module):
         yield from value.children()
-        yield from (v for name, v in vars(value).items() if name not in OF_MODULES)
+        yield from (v for name, v in vars(value).items() if name not in _OF_MODULES)
         return
     if isinstance(value, list | tuple | dict):
         yield from value.values() if isinstance(value, dict) else value
         return  # a mapping whose items are attributes may raise KeyError for others
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    is_own = not (getattr(value, "__module__", None) or "").startswith(LIBRARIES)
+    is_own = not (getattr(value, "__module__", None) or "").startswith(_OTHERS)
     yield from {**(globals_of(value) if is_own else {}), **closure_of(value)}.values()
     yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
     yield from getattr(value, "__dict__", {}).values()
@@ -140,17 +140,11 @@ def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 # Probe runs of a model and guide, after which all state is restored.
 
-# Larger tensors in plain attributes of a program are data, and are not copied.
-_MAX_COPIED = 2**22
-_CONTAINERS = (list, dict, set, collections.deque)
-# Attributes of objects of torch.nn and Pyro are set up once, and not updated by a run.
-LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
-
 
 @contextmanager
-def isolated(owners: Iterable[object] = (), read: Dependencies | None = None) -> Iterator[None]:
+def isolated(read: Dependencies | None = None) -> Iterator[None]:
     """Return the context of :func:`restored`, in which batch normalization has fixed statistics."""
-    with restored(owners, read), FixedStatistics():
+    with restored(read), FixedStatistics():
         yield
 
 
@@ -165,7 +159,7 @@ def visible_handlers() -> list[object]:
 
 
 @contextmanager
-def restored(owners: Iterable[object] = (), read: Dependencies | None = None) -> Iterator[None]:
+def restored(read: Dependencies | None = None) -> Iterator[None]:
     """
     Hide runs of programs from outer handlers, and restore the state that they change.
 
@@ -173,7 +167,6 @@ def restored(owners: Iterable[object] = (), read: Dependencies | None = None) ->
     in globals, closures and containers. State that a run creates (a parameter, an AutoGuide's
     prototype) is kept.
 
-    :param owners: from :func:`owners_of`.
     :param read: the values outside the programs that they may read.
     :raises LeadingDimsError: if the run has stored tensors of a run under vmap.
     """
@@ -183,7 +176,7 @@ def restored(owners: Iterable[object] = (), read: Dependencies | None = None) ->
         torch.random.fork_rng(devices),
         Isolation(),
         _saved_outside(read),
-        _saved_state(owners),
+        _saved_store(),
     ):
         try:
             yield
@@ -206,59 +199,6 @@ def _saved_outside(read: Dependencies | None) -> Iterator[None]:
             f"vmap: pass vectorize_particles=False",
             reason=f"stores a tensor in {stored}",
         )
-
-
-@contextmanager
-def _saved_state(owners: Iterable[object]) -> Iterator[None]:
-    """
-    Run on copies of buffers and attributes, and restore the originals.
-
-    Nothing is overwritten, so autograd does not detect a modified saved tensor.
-    """
-    with ExitStack() as stack:
-        for owner in owners:
-            stack.enter_context(_saved_owner(owner))
-        stack.enter_context(_saved_store())
-        yield
-
-
-def owners_of(*programs: Program) -> list[object]:
-    """Return the modules that programs use, and the objects that programs are methods of."""
-    modules = [m for root in find_modules(*programs) for m in root.modules()]
-    plain = [getattr(f, "__self__", f) for f in map(poutine.unwrap, programs)]
-    candidates = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
-    return [o for o in candidates.values() if not (isinstance(o, type) or hasattr(o, "__code__"))]
-
-
-@contextmanager
-def _saved_owner(owner: Any) -> Iterator[None]:
-    parts: list[dict[str, Any]] = []
-    if isinstance(owner, nn.Module):
-        parts = [owner._buffers, owner._parameters]
-    # The first call of an AutoGuide, also of a subclass, sets up attributes that belong together.
-    is_set_up = getattr(owner, "prototype_trace", owner) is not None
-    if is_set_up and not type(owner).__module__.startswith(LIBRARIES):
-        parts.append(vars(owner))
-    before = [{name: v for name, v in part.items() if v is not None} for part in parts]
-    for part, originals in zip(parts, before, strict=True):
-        part.update({name: _copy(v) for name, v in originals.items() if _is_copied(name, v)})
-    try:
-        yield
-    finally:
-        for part, originals in zip(parts, before, strict=True):
-            part.update(originals)
-
-
-def _is_copied(name: str, value: object) -> bool:
-    if isinstance(value, Tensor):
-        return not value.requires_grad and value.numel() <= _MAX_COPIED
-    return type(value) in _CONTAINERS and name not in OF_MODULES and not name.startswith("_pyro")
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(value.detach().clone(), requires_grad=False)
-    return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
 @contextmanager

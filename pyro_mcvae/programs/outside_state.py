@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
+from array import array as array_of_numbers
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from types import MemberDescriptorType
 from typing import Any, cast
@@ -11,6 +15,9 @@ from typing import Any, cast
 import torch
 from pyro.distributions import Distribution
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
 
 from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.outside_values import (
@@ -25,56 +32,187 @@ from pyro_mcvae.programs.outside_values import (
     flat_items,
     is_plain,
     is_written,
-    item,
     numpy,
 )
 
 # The getters by which containers are compared.
 _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
+# Larger tensors are data, and are not copied.
+_MAX_COPIED = 2**22
+# Objects of torch.nn and Pyro are set up once, and a run does not update their attributes.
+LIBRARIES = ("torch.nn.", "pyro.", "pyro_mcvae.")
 # Stands for an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
+
+_logger = logging.getLogger(__name__)
 
 
 class OutsideState:
     """
-    The values outside programs before an extra run, such as counters, schedules and memory banks.
+    The values outside programs before an extra run: counters, schedules, buffers, memory banks.
+
+    Tensors are restored in place, with their version, so that autograd may still use those that the
+    step has saved.
 
     :param read: what the programs read.
+    :param buffers: whether to restore the buffers of modules, too.
     """
 
-    def __init__(self, read: Dependencies) -> None:
+    def __init__(self, read: Dependencies, buffers: bool = True) -> None:
+        modules = [o for o in read.objects if isinstance(o, nn.Module)]
+        spaces = [vars(o) for o in read.objects if _is_left(o)]
+        left = {id(v) for space in spaces for v in (space, *space.values())}
+        left |= set() if buffers else {id(m._buffers) for m in modules}
+        entries = [e for e in read.entries if id(_container(e)) not in left]
         containers: list[tuple[Any, str]] = [
             (e.key, e.name)
-            for e in read.entries
+            for e in entries
             if e.get in _OF_CONTAINERS and isinstance(e.key, list | dict | set | deque)
         ]
-        objects = [o for o in read.objects if hasattr(o, "__dict__")]
-        containers += [(vars(o), f"an attribute of {type(o).__name__}") for o in objects]
-        self._held = [(c, c.copy(), name) for c, name in containers]
-        others = (e for e in read.entries if e.get not in _OF_CONTAINERS)
-        self._values = [e._replace(value=e.get(e.key)) for e in others]
+        containers += [
+            (vars(o), f"an attribute of {getattr(o, '__name__', type(o).__name__)}")
+            for o in read.objects
+            if hasattr(o, "__dict__") and not _is_of_a_library(o)
+        ]
+        self._held = [(c, c.copy(), name) for c, name in containers if id(c) not in left]
+        held = {id(c) for c, _, _ in self._held}
+        self._values = [
+            e._replace(value=e.get(e.key))
+            for e in entries
+            if e.get not in _OF_CONTAINERS and id(_container(e)) not in held
+        ]
+        in_modules = {id(b) for m in modules for b in m._buffers.values()}
+        tensors = {id(e.value): (e.value, e.name) for e in entries if isinstance(e.value, Tensor)}
+        optimizers = [o for o in read.objects if isinstance(o, Optimizer)]
+        optimized = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+        self._tensors = [
+            _SavedTensor(tensor, name, key in in_modules)
+            for key, (tensor, name) in tensors.items()
+            if (not tensor.requires_grad or key in optimized)
+            and (buffers or key not in in_modules)
+            and not (tensor.is_inference() or is_mapped(tensor))
+        ]
+
+    @property
+    def changed(self) -> bool:
+        """Return whether a run has changed anything, running means apart."""
+        return (
+            not all(_holds(container, items) for container, items, _ in self._held)
+            or not all(entry.unchanged for entry in self._values)
+            or any(tensor.is_written for tensor in self._tensors)
+        )
 
     def put_back(self) -> str:
         """
-        Restore the values that a run has replaced, and the items of containers.
+        Restore the values that a run has replaced, the items of containers, and tensors.
 
-        Nothing is restored after a run that has made a network, a parameter or another object in an
-        empty place: a flag or counter may tell later runs that it exists.
+        A network, a parameter or another object that a run has made in an empty place stays there,
+        and so do the flags beside it, which may tell later runs that it exists.
 
         :returns: the name of a value of a run under vmap, which is over; or an empty string.
         """
-        held = [(c, items, name) for c, items, name in self._held if not _holds(c, items)]
+        found: list[tuple[str, object]] = []
+        for container, items, name in self._held:
+            if not _holds(container, items):
+                found += [(name, now) for _, now in _pairs(container, items)]
+                _refill(container, _with_made(container, items))
         values = [(entry, entry.get(entry.key)) for entry in self._values if not entry.unchanged]
+        found += [(entry.name, now) for entry, now in values]
         made = any(_is_made(entry.value, now) for entry, now in values)
-        pairs = [(*pair, name) for c, items, name in held for pair in _pairs(c, items)]
-        if not (made or any(_is_made(before, now) for before, now, _ in pairs)):
-            for container, items, _ in held:
-                _refill(container, items)
-            for entry, _ in values:
+        for entry, now in values:
+            if not (made and _stays(entry.value, now)):
                 put_back(entry)
-        found = [(entry.name, now) for entry, now in values]
-        found += [(name, now) for _, now, name in pairs]
+        for tensor in self._tensors:
+            tensor.put_back()
         return next((n for n, now in found if isinstance(now, Tensor) and is_mapped(now)), "")
+
+
+class StateOfOneRun:
+    """
+    Shows several runs what the first one saw outside, and leaves what the first one left.
+
+    A chain evaluates programs at each of its positions. If they count their calls, or keep a memory
+    of them, all of these are evaluations of one density, and count as one call.
+
+    :param read: what the programs read, before the first run.
+    """
+
+    def __init__(self, read: Dependencies) -> None:
+        self._read, self._before = read, OutsideState(read, buffers=False)
+        self._after: OutsideState | None = None
+
+    def after_first(self) -> bool:
+        """Return whether the first run has changed something."""
+        if self._before.changed:
+            self._after = OutsideState(self._read, buffers=False)
+        return self._after is not None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Return a context for another run."""
+        assert self._after is not None
+        self._before.put_back()
+        try:
+            yield
+        finally:
+            self._after.put_back()
+
+
+def _is_of_a_library(value: object) -> bool:
+    return type(value).__module__.startswith(LIBRARIES)
+
+
+def _is_left(value: object) -> bool:
+    """
+    Return whether a run may change the state of an object.
+
+    The first run sets up lazy modules and AutoGuides. The package restores its own objects itself.
+    """
+    if type(value).__module__.startswith("pyro_mcvae."):
+        return hasattr(value, "__dict__")
+    if isinstance(value, LazyModuleMixin):
+        return bool(cast(Any, value).has_uninitialized_params())
+    return getattr(value, "__dict__", {}).get("prototype_trace", value) is None
+
+
+def _container(entry: Entry) -> object:
+    """Return the container of an entry's value, if it is an item or attribute."""
+    get = entry.get
+    if isinstance(get, functools.partial):
+        return get.args[0]
+    return getattr(get, "__self__", None)
+
+
+class _SavedTensor:
+    """
+    The entries of a tensor, which a run may change in place.
+
+    :param is_buffer: whether it may be a running mean, which changes without a new version.
+    """
+
+    def __init__(self, tensor: Tensor, name: str, is_buffer: bool) -> None:
+        self._tensor, self._name, self._is_buffer = tensor, name, is_buffer
+        self._version = _unsafe_preserve_version_counter(tensor)
+        self._before = tensor._version
+        self._copy = tensor.detach().clone() if tensor.numel() <= _MAX_COPIED else None
+
+    @property
+    def is_written(self) -> bool:
+        return self._tensor._version != self._before
+
+    def put_back(self) -> None:
+        if not self.is_written and (self._copy is None or not self._is_buffer):
+            return
+        if self._copy is None:
+            _logger.warning(
+                "the programs change %s in place, a tensor of %d numbers, which are not copied: "
+                "extra runs of the programs change it, too",
+                self._name,
+                self._tensor.numel(),
+            )
+            return
+        with torch.no_grad(), self._version:
+            self._tensor.detach().copy_(self._copy)
 
 
 def _pairs(container: Any, before: Any) -> list[tuple[object, object]]:
@@ -92,35 +230,58 @@ def _holds(container: Any, items: Any) -> bool:
     return len(container) == len(items) and all(a is b for a, b in _pairs(container, items))
 
 
+def _with_made(container: Any, items: Any) -> Any:
+    """Return the items of a container before a run, with what the run has made there."""
+    if not isinstance(container, dict):
+        is_setup = not items and any(_is_made(MISSING, now) for now in container)
+        return container.copy() if is_setup else items
+    pairs = {k: (items.get(k, MISSING), now) for k, now in container.items()}
+    if not any(_is_made(*pair) for pair in pairs.values()):
+        return items
+    return items | {k: pair[1] for k, pair in pairs.items() if _stays(*pair)}
+
+
+def _stays(before: object, now: object) -> bool:
+    """Return whether a value stays where a run has made something: that itself, or a flag."""
+    return _is_made(before, now) or (isinstance(now, bool) and isinstance(before, bool))
+
+
 def _is_made(before: object, now: object) -> bool:
-    """Return whether a value is a new object that a run sets up, and does not only update."""
-    if now is before or now is None:
+    """Return whether a run has made an object in an empty place."""
+    if not (before is None or before is MISSING) or now is None or now is MISSING:
         return False
-    if now is MISSING:
-        return callable(before)  # a hook that sets up its module once
-    if isinstance(now, (nn.Module, nn.Parameter, torch.optim.Optimizer)):
-        return True
-    kept = is_plain(now) or isinstance(now, (Tensor, Distribution, *IMMUTABLE, *CONTAINERS))
-    return (before is None or before is MISSING) and not kept
+    kept = is_plain(now) or isinstance(now, (Distribution, *IMMUTABLE, *CONTAINERS))
+    return not kept and (not isinstance(now, Tensor) or isinstance(now, nn.Parameter))
 
 
 def put_back(entry: Entry) -> None:
     """Restore a variable, or an item of a mutable container."""
     get, key, value = entry.get, entry.key, cast(Any, entry.value)
-    target: Any = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
     if get is contents:
         key.cell_contents = value  # type: ignore[attr-defined]
     elif get is flat_items:
         pairs = isinstance(key, dict)
         _refill(key, zip(value[::2], value[1::2], strict=True) if pairs else value)
-    elif get is array_content and isinstance(key, numpy.ndarray) and isinstance(value, bytes):
-        key[...] = numpy.frombuffer(value, key.dtype).reshape(key.shape)
-    elif isinstance(space := getattr(get, "__self__", target), dict | list | deque):
-        space[key] = value  # type: ignore[index]
-    elif get is len and isinstance(key, list):
-        del key[value:]
+    elif get is array_content and isinstance(value, bytes):
+        _put_back_array(key, value)
     elif isinstance(get, functools.partial) and get.func is attribute:
         _put_back_attribute(get.args[0], cast(str, key), value)
+    elif isinstance(space := _container(entry), dict | list | deque):
+        if value is not MISSING:
+            cast(Any, space)[key] = value
+        elif isinstance(space, dict):
+            space.pop(key, None)
+    elif get is len and isinstance(key, list):
+        del key[value:]
+
+
+def _put_back_array(array: Any, content: bytes) -> None:
+    if isinstance(array, numpy.ndarray):
+        array[...] = numpy.frombuffer(content, array.dtype).reshape(array.shape)
+    elif isinstance(array, bytearray):
+        array[:] = content
+    elif isinstance(array, array_of_numbers):
+        array[:] = array_of_numbers(array.typecode, content)
 
 
 def _put_back_attribute(owner: Any, key: str, value: object) -> None:
@@ -129,9 +290,14 @@ def _put_back_attribute(owner: Any, key: str, value: object) -> None:
         getattr(owner, "__dict__", {}).pop(key, None)  # the class had the value
     kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
     kind = next((k for k in kinds if key in vars(k)), None)
-    if kind is not None and is_written(kind):
-        slot = isinstance(vars(kind)[key], MemberDescriptorType)
-        setattr(owner if slot else kind, key, value)
+    if kind is None or not is_written(kind):
+        return
+    if not isinstance(vars(kind)[key], MemberDescriptorType):
+        setattr(kind, key, value)
+    elif value is not MISSING:
+        setattr(owner, key, value)
+    elif hasattr(owner, key):
+        delattr(owner, key)
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import array
+import dis
 import functools
 import gc
 import operator
 import random
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from enum import Enum
 from functools import lru_cache
 from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Number
+from queue import Queue
 from threading import local
 from types import (
     BuiltinFunctionType,
@@ -37,6 +39,8 @@ from pyro.infer.elbo import ELBO
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated
 
@@ -137,6 +141,8 @@ _MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
 _SHORT = 64
 _TOO_MANY = "too many to compare at each step"
 MISSING = object()
+# Classes of libraries whose objects keep state in attributes.
+_WITH_ATTRIBUTES = (SimpleNamespace, Namespace, UserDict, UserList, Queue, Optimizer, LRScheduler)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _CACHED = type(lru_cache(len))
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
@@ -278,6 +284,7 @@ class Dependencies:
                 return
             if not is_core(value.__code__):
                 self.functions.add(value.__code__)
+                self.objects.append(value)
                 self._named.update(names_of(value.__code__))
         self._seen[id(value)] = value
         if isinstance(value, _CACHED):
@@ -425,7 +432,8 @@ class Dependencies:
                         and key not in instance_attrs
                         and hasattr(value, "__dict__")
                     ):
-                        yield Entry(vars(value).get, key, None, f"method '{key}' of an object")
+                        get_own = functools.partial(item, vars(value))
+                        yield Entry(get_own, key, MISSING, f"method '{key}' of an object")
                     if (id(part), key) not in self._methods:
                         self._methods.add((id(part), key))
                         yield Entry(vars(part).get, key, attr, f"method '{key}' of {part.__name__}")
@@ -484,7 +492,7 @@ def _is_state(now: Any, then: Any) -> bool:
 def _globals(function: FunctionType) -> Iterator[Entry]:
     space, names = function.__globals__, names_of(function.__code__, strings=False)
     if "globals" in names:
-        names = dict.fromkeys(space)
+        names |= dict.fromkeys(space)
     for name in names:
         # A module that a function imports itself is not a global, but is followed too.
         value = space.get(name, sys.modules.get(name, MISSING))
@@ -493,6 +501,15 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
             yield from _module_entries(value, vars(value) if dynamic else names, set())
         elif value is not MISSING and name in space:
             yield from _named(space, "global ", "", [name])
+        elif name in _stored_globals(function.__code__):
+            yield Entry(functools.partial(item, space), name, MISSING, f"global '{name}'")
+
+
+@lru_cache(maxsize=8192)
+def _stored_globals(code: CodeType) -> frozenset[str]:
+    """Return the globals that a function assigns to, which need not exist before it runs."""
+    stores = (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL")
+    return frozenset(stores)
 
 
 def _module_entries(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
@@ -582,8 +599,8 @@ def _own_methods(kind: type) -> list[FunctionType]:
 
 
 def is_of_the_user(value: object) -> bool:
-    """Return whether an object's class, or a base, is not part of Python, PyTorch or Pyro."""
-    if isinstance(value, SimpleNamespace | Namespace):
+    """Return whether an object's class, or a base, is the user's, or keeps state in attributes."""
+    if isinstance(value, _WITH_ATTRIBUTES):
         return True
     if isinstance(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
         return False

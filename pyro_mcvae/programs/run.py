@@ -22,7 +22,7 @@ from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import unvalidated, was_checked
 from pyro_mcvae.programs.enumeration import StateMessenger, summed_terms
 from pyro_mcvae.programs.fingerprint import observer
-from pyro_mcvae.programs.isolation import isolated, owners_of, restored
+from pyro_mcvae.programs.isolation import isolated, restored
 from pyro_mcvae.programs.log_values import leaf_of
 from pyro_mcvae.programs.messengers import (
     ALONE,
@@ -85,11 +85,6 @@ class Programs:
         )
 
     @cached_property
-    def _owners(self) -> list[object]:
-        """Return the modules and other objects whose state the programs may change."""
-        return owners_of(*self.pair)
-
-    @cached_property
     def read(self) -> Dependencies:
         """Return the values outside the programs that they may read."""
         roots = *self.pair, *self.call.objects
@@ -97,11 +92,11 @@ class Programs:
 
     def restored(self) -> AbstractContextManager[None]:
         """Return a context for extra runs, whose traces in the programs' state it removes."""
-        return restored(self._owners, self.read)
+        return restored(self.read)
 
     def isolated(self) -> AbstractContextManager[None]:
         """Return the same with fixed statistics in batch normalization."""
-        return isolated(self._owners, self.read)
+        return isolated(self.read)
 
     @cached_property
     def _cache(self) -> dict[Hashable, object]:

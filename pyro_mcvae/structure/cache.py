@@ -291,7 +291,11 @@ class Analyses:
         """Return a context for runs that may be repeated: see :func:`.rewindable`."""
         if not active or is_recording():
             return rewindable(active)
-        return rewindable(active, self._use(programs).pair.read or programs.read)
+        return rewindable(active, self.read(programs))
+
+    def read(self, programs: Programs) -> Dependencies:
+        """Return the values outside the programs that they read."""
+        return self._use(programs).pair.read or programs.read
 
     def forget_run(self, programs: Programs) -> None:
         """Take the fingerprint of the next run, which a new finding lays out in another way."""
