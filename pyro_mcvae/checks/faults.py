@@ -36,6 +36,7 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Program, Site, Transform, plate_frames
 from pyro_mcvae.structure.blocks import Structure
+from pyro_mcvae.structure.marked import autograd_leaves
 
 # Angles of a model that a guide draws on the real line, where their density is periodic.
 
@@ -269,6 +270,28 @@ def _copied(name: str, site: Site) -> Tensor | None:
     if _DIVIDER not in name or not isinstance(offered, Tensor):
         return None
     return None if offered._cdata == site["value"]._cdata else offered
+
+
+def untrained(programs: Programs, run: Run) -> tuple[str, str] | None:
+    """
+    Find a module that the loss depends on, and of which SVI trains no parameter.
+
+    :returns: the class of the module and the names of its parameters; None without such a module.
+    """
+    stored = {
+        leaf
+        for trace in (run.guide_trace, run.model_trace)
+        for site in trace.nodes.values()
+        if site["type"] == "param"
+        for leaf in (id(site["value"]), *autograd_leaves(site["value"]))
+    }
+    leaves = {leaf for t in run.terms for leaf in autograd_leaves(torch.as_tensor(t.log_prob))}
+    for module in find_modules(*programs.pair):
+        names = {id(p): n for n, p in module.named_parameters()}
+        reached = [n for key, n in names.items() if key in leaves]
+        if reached and not names.keys() & stored:
+            return type(module).__name__, _some(reached)
+    return None
 
 
 # A guide that never ran is untrained: its evaluation raises an error.

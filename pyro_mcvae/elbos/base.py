@@ -24,6 +24,7 @@ from pyro_mcvae.checks.faults import (
     collects_parameters,
     common_scale,
     scaled_latents,
+    untrained,
 )
 from pyro_mcvae.checks.masks import (
     check_unweighed,
@@ -120,7 +121,7 @@ class Estimate:
         ELBO.
     :ivar overflow: the error message if every site is finite and the value is not.
     :ivar causes: returns the causes that are checked before the sites, one line each.
-    :ivar remedy: the advice in the error message.
+    :ivar remedy: returns the advice in error messages, or an empty string.
     :ivar finish: called after a successful training step, to adapt step sizes.
     :ivar bounds: returns the value per datum; None if the objective has no such value.
     """
@@ -134,7 +135,7 @@ class Estimate:
     averaged: bool = False
     overflow: str = "every site is finite: their sum overflows"
     causes: Callable[[], list[str]] = list
-    remedy: str = ""
+    remedy: Callable[[], str] = str
     finish: Callable[[], None] | None = None
     bounds: Callable[[], Bounds] | None = None
 
@@ -169,8 +170,7 @@ def finite_loss(estimate: Estimate) -> float:
 
 def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
     lines = estimate.causes() or nonfinite_sites(estimate.runs) or [estimate.overflow]
-    if estimate.remedy:
-        lines.append(estimate.remedy)
+    lines += filter(None, [estimate.remedy()])
     return ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
 
 
@@ -195,6 +195,7 @@ class GradientCheck:
 
     def __init__(self, estimate: Estimate, loss: object) -> None:
         self._runs, self._visited, self._loss = estimate.runs, estimate.visited, loss
+        self._remedy = estimate.remedy
 
     def total(self) -> Tensor | None:
         """Return a number that is finite if all gradients are finite; None without gradients."""
@@ -220,10 +221,11 @@ class GradientCheck:
             return  # their sum overflows
         names = ", ".join(f"'{n}'" for n in bad[:3]) + (" and others" if len(bad) > 3 else "")
         value = "finite" if loss is None else f"{loss:.6g}"
-        near = "".join(f"\n  {line}" for line in self._near_boundaries())
+        further = filter(None, (self._remedy(), *self._near_boundaries()))
+        lines = "".join(f"\n  {line}" for line in further)
         self.clear()
         raise ValueError(
-            f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{near}"
+            f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{lines}"
         )
 
     def _trained(self) -> Iterator[Tensor]:
@@ -338,6 +340,12 @@ _SCALED = (
 )
 
 
+_UNTRAINED = (
+    "SVI trains no parameter of the %s that the loss depends on (%s), because none is in Pyro's "
+    "store: register it by pyro.module(name, module) in the model or guide, or train "
+    "elbo(model, guide) by an optimizer of PyTorch. If it is fixed on purpose, call its "
+    "requires_grad_(False)"
+)
 _ANOTHER = (
     "one loss object trains two models or guides, which then share its step sizes, schedule and "
     "baselines: create a separate loss for each"
@@ -390,6 +398,8 @@ class ModelWarnings:
             self._warn(_ANOTHER)
         for run in runs if collected else ():
             check_copied_parameters(programs, run)
+            if torch.is_grad_enabled() and (found := untrained(programs, run)) is not None:
+                self._warn(_UNTRAINED % found)
         for run in runs:
             if not any(t.in_guide and weighs(t.site) for t in run.terms):
                 continue

@@ -137,6 +137,11 @@ _OVERFLOW = (
     "has the present one and the acceptance), or let it adapt from a small one"
 )
 
+_MOVED_OUT = (
+    "The programs compute these values from latents to which %s has moved: use a smaller step "
+    "size, or AdaptiveStepSize(), which finds one"
+)
+
 # Moves are checked at 8, 16, 32, ... training steps. Step sizes that adapt have more time.
 _FIRST_CHECK, _FIRST_CHECK_IF_ADAPTIVE = 8, 64
 _LEAST_ACCEPTANCE = 0.01
@@ -252,7 +257,12 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
                 self.add_to_store()
-            chain = self._run(density, slots)
+            try:
+                chain = self._run(density, slots)
+            except ValueError as error:
+                if "to satisfy the constraint" not in str(error):
+                    raise
+                raise ValueError(f"{error}\n{_MOVED_OUT % type(self).__name__}") from error
             if (finder := density.log_weight.finder) is not None:
                 self._smoothness.add(density.log_weight, finder)  # for the next steps
         with torch.set_grad_enabled(wanted):
@@ -264,7 +274,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
                 estimate.finish = partial(self._adapt, programs, chain)
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
-        estimate.visited = density.visited
+        estimate.visited, estimate.remedy = density.visited, self._remedy
         return estimate
 
     def _causes(self) -> list[str]:
@@ -279,6 +289,26 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             for name, value in values.items()
             if not bool(value.isfinite().all())
         ]
+
+    def _remedy(self) -> str:
+        """Return the advice for moves that go too far."""
+        return self._too_far() if self._acceptance() < _LEAST_ACCEPTANCE else ""
+
+    def _acceptance(self) -> float:
+        """Return the acceptance of the last step's worst transition; of the best, if adjusted."""
+        step = self.last_step
+        if step is None or not step.acceptance.numel():
+            return 1.0
+        return float(step.acceptance.max() if self.kernel.adjusted else step.acceptance.min())
+
+    def _too_far(self, fall: str = "") -> str:
+        sizes = self.last_step.step_size.flatten()[:3].tolist() if self.last_step else []
+        size = ", ".join(f"{s:.3g}" for s in sizes)
+        return (
+            f"the moves of {type(self).__name__} go too far: the acceptance of a transition is "
+            f"{self._acceptance():.3f}{fall}. The step size is {size}: use a smaller one, or "
+            f"AdaptiveStepSize(), which finds one (last_step has both)"
+        )
 
     def _density(self, programs: Programs, trains: bool) -> tuple[ChainDensity, OneSlot]:
         """
@@ -389,13 +419,9 @@ class ChainELBO(MonteCarloELBO, StoredModule):
 
         :param int count: the number of steps until now.
         """
-        step = self.last_step
         adapts = type(self.kernel.step_size).update is not StepSize.update
         first = _FIRST_CHECK_IF_ADAPTIVE if adapts else _FIRST_CHECK
-        if count < first or self._warned or step is None or not step.acceptance.numel():
-            return
-        acceptance = step.acceptance.max() if self.kernel.adjusted else step.acceptance.min()
-        if float(acceptance) >= _LEAST_ACCEPTANCE:
+        if count < first or self._warned or self._acceptance() >= _LEAST_ACCEPTANCE:
             return
         fall = ""
         if not self.kernel.adjusted:
@@ -405,15 +431,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
                 return
             fall = f", and the mean log weight falls from {start:.1f} (first draws) to {end:.1f}"
         self._warned = True
-        sizes = ", ".join(f"{s:.3g}" for s in step.step_size.flatten()[:3].tolist())
-        _logger.warning(
-            "the moves of %s go too far: the acceptance of a transition is %.3f%s. The step size "
-            "is %s: use a smaller one, or AdaptiveStepSize(), which finds one (last_step has both)",
-            type(self).__name__,
-            float(acceptance),
-            fall,
-            sizes,
-        )
+        _logger.warning(self._too_far(fall))
 
     def _over_ranks(
         self, acceptance: Tensor, gradient: Tensor | None

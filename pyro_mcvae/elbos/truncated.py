@@ -131,7 +131,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
                 surrogate = surrogate + bound * score
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
         estimate = local_estimate(sample, bound, surrogate, scored=True)
-        estimate.remedy = _REMEDY
+        estimate.remedy = lambda: _REMEDY
         if training and guide.training:
             estimate.finish = partial(step.keep, population, shared=True)
         return estimate

@@ -165,3 +165,47 @@ def test_the_remedies_for_parts_of_one_name_train_both():
         optimizer.step()
     after = [p for part in (*result, *both) for p in part.parameters()]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class Plain(nn.Module):
+    """A module of torch.nn, whose parameters Pyro does not register by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 3)
+
+    def forward(self, x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.net(z), 1.0).to_event(1), obs=x)
+
+
+def plain_guide(x):
+    loc = pyro.param("loc", torch.zeros(len(x), 2))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(loc, 1.0).to_event(1))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_svi_that_trains_no_parameter_of_a_module_is_warned_of_once(name, caplog):
+    x, module, loss = torch.rand(4, 3), Plain(), LOSSES[name]()
+
+    def registering(x):
+        pyro.module("net", module)
+        module(x)
+
+    def lines():
+        found = [r.getMessage() for r in caplog.records if "trains no parameter" in r.getMessage()]
+        caplog.clear()
+        return found
+
+    svi = SVI(module, plain_guide, Adam({"lr": 0.1}), loss)
+    for _ in range(3):
+        svi.step(x)
+    (line,) = lines()
+    assert "of the Plain that the loss depends on ('net.weight', 'net.bias')" in line
+    SVI(registering, plain_guide, Adam({"lr": 0.1}), LOSSES[name]()).step(x)
+    LOSSES[name]().differentiable_loss(module, plain_guide, x).backward()  # not by SVI
+    module.requires_grad_(False)
+    SVI(module, plain_guide, Adam({"lr": 0.1}), LOSSES[name]()).step(x)
+    assert not lines()

@@ -272,3 +272,28 @@ def test_moves_that_go_too_far_are_warned_of_once(elbo, warns, caplog):
     if warns:
         assert "acceptance of a transition is 0.00" in lines[0]
         assert "step size is 3: use a smaller one, or AdaptiveStepSize()" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "match"),
+    [
+        (lambda z: z.exp(), "to which TraceSIS_ELBO has moved: use a smaller step size"),
+        (
+            lambda z: 1e-3 + z.cosh(),
+            r"site 'x' of the model.*\n.*moves of TraceSIS_ELBO go too far.* size is 1e\+08",
+        ),
+    ],
+)
+def test_errors_after_moves_that_go_too_far_name_the_step_size(scale, match):
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(0.0, scale(z)), obs=torch.ones(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(pyro.param("loc", torch.zeros(3)), 0.5))
+
+    loss = TraceSIS_ELBO(2, ULA(1e8), coordinates="latent", defensive=0.01)
+    with pytest.raises(ValueError, match=match):
+        loss.loss_and_grads(model, guide)
