@@ -333,6 +333,8 @@ class LeadingRun:
             state = torch.get_rng_state()
             pyro.set_rng_seed((torch.initial_seed() + 1) % 2**31)
             torch.set_rng_state(state)
+            for generator in self.programs.read.generators.values():
+                generator.random()
             changed = self._single(single)
         before, after = single.log_probs, changed.log_probs
         for key in before.keys() & after.keys():

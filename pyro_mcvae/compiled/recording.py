@@ -259,7 +259,8 @@ class Surroundings:
         self._generators = GeneratorStates(self._before)
         self._names = set(pyro.get_param_store()._params)
         self._roots, self._expected = roots, executed
-        self._outside = OutsideState(self._before)
+        tensors = [root for root in roots if isinstance(root, Tensor)]
+        self._outside = OutsideState(self._before.with_arguments(*tensors))
         self.executed = ExecutedCode()
         self._spaces: list[tuple[type, dict[str, Any], dict[str, Any]]] = []
         for value in self._before.objects:
@@ -568,6 +569,10 @@ def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording,
             )
         dependencies = around.check(step.slots)
         graph, constants, updates = as_function(*traced)
+        if any(constants[update.constant].requires_grad for update in updates):
+            raise NotRecordable(
+                "changes a parameter in place: do so after the step, or use a constraint"
+            )
         recording = Recording(
             graph=graph,
             constants=constants,

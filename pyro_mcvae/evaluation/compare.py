@@ -45,6 +45,7 @@ from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.outside_state import OutsideState
 from pyro_mcvae.programs.run import Programs, run_pair
 from pyro_mcvae.programs.types import Program, first_line
 from pyro_mcvae.training.checkpoint import Undo, undo_training
@@ -365,13 +366,19 @@ def compare(
         return SVI(model, guide, copy.deepcopy(optim), copy.deepcopy(loss))
 
     clock = Clock("compare", settings.progress, settings.time_budget)
-    with each_once(), restored(), clock:
+    with each_once(), first.restored(), clock:
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(modules):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few, clock)
-        comparison, start = Comparison({}, learns), undo_training(modules)
+        comparison, undo = Comparison({}, learns), undo_training(modules)
+        outside = OutsideState(first.read, generators=False)
+
+        def start() -> None:
+            undo()
+            outside.put_back()
+
         try:
             for i, (name, pair) in enumerate(pairs.items()):
                 new_svi(*pair).step(*first.args, **first.kwargs)
@@ -488,7 +495,7 @@ class _Data:
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:
             modules = find_modules(*programs.pair)
-            with restored(), torch.no_grad(), evaluation_modules(modules):
+            with programs.restored(), torch.no_grad(), evaluation_modules(modules):
                 sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
                 sample = sampler.sample(programs)
             shared = sample.structure.global_sites.guide

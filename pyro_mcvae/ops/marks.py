@@ -184,6 +184,7 @@ class Marks(TorchDispatchMode):
         and the bit of its result.
     :ivar unknown: names of operators without a rule that received marks.
     :ivar smooth: the bits of draws that a gradient is taken through.
+    :ivar generators: generators of PyTorch that programs use from one run to the next.
     :ivar masked: the bits of entries that a mask removes from a density. A result has them only if
         it changes with these entries; see :meth:`._Call.without_ignored`.
     :ivar masking: the bits of draws that decide these masks.
@@ -211,6 +212,7 @@ class Marks(TorchDispatchMode):
         self.channels: list[tuple[tuple[int, ...], int]] = []
         self.smooth = 0
         self.masked = self.masking = 0
+        self.generators: Sequence[torch.Generator] = ()
         self.at_site = False
         self.smoothed = False
         self.checking = False
@@ -342,12 +344,12 @@ class Marks(TorchDispatchMode):
         for tensor in tensors:
             if (mask := self.mask(tensor)) is not None:
                 masks[id(tensor)] = mask.clone() if func._schema.is_mutable else mask
-        # A generator that a program makes gives the same numbers to each run; see the comparison.
+        # A generator that a program makes gives the same numbers to each run.
+        given = [g for g in (*args, kwargs.get("generator")) if isinstance(g, torch.Generator)]
         is_draw = (
             torch.Tag.nondeterministic_seeded in func.tags
             and not self.at_site
-            and kwargs.get("generator") is None
-            and not any(isinstance(a, torch.Generator) for a in args)
+            and {g._cdata for g in given} <= {g._cdata for g in self.generators}
         )
         if not (masks or is_draw) or _is_view(func):
             return func(*args, **kwargs)  # views share the shadow of their storage

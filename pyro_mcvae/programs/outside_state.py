@@ -6,9 +6,11 @@ import functools
 import logging
 from array import array as array_of_numbers
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import zip_longest
+from threading import local
 from types import MemberDescriptorType
 from typing import Any, cast
 
@@ -26,6 +28,7 @@ from pyro_mcvae.programs.outside_values import (
     MISSING,
     Dependencies,
     Entry,
+    GeneratorStates,
     array_content,
     attribute,
     contents,
@@ -56,9 +59,10 @@ class OutsideState:
 
     :param read: what the programs read.
     :param buffers: whether to restore the buffers of modules, too.
+    :param generators: whether to restore random number generators, too.
     """
 
-    def __init__(self, read: Dependencies, buffers: bool = True) -> None:
+    def __init__(self, read: Dependencies, buffers: bool = True, generators: bool = True) -> None:
         modules = [o for o in read.objects if isinstance(o, nn.Module)]
         spaces = [vars(o) for o in read.objects if _is_left(o)]
         left = {id(v) for space in spaces for v in (space, *space.values())}
@@ -83,6 +87,7 @@ class OutsideState:
         ]
         in_modules = {id(b) for m in modules for b in m._buffers.values()}
         tensors = {id(e.value): (e.value, e.name) for e in entries if isinstance(e.value, Tensor)}
+        self._generators = GeneratorStates(read) if generators else None
         optimizers = [o for o in read.objects if isinstance(o, Optimizer)]
         optimized = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
         self._tensors = [
@@ -100,6 +105,7 @@ class OutsideState:
             not all(_holds(container, items) for container, items, _ in self._held)
             or not all(entry.unchanged for entry in self._values)
             or any(tensor.is_written for tensor in self._tensors)
+            or bool(self._generators and self._generators.moved())
         )
 
     def put_back(self) -> str:
@@ -124,6 +130,8 @@ class OutsideState:
                 put_back(entry)
         for tensor in self._tensors:
             tensor.put_back()
+        if self._generators is not None:
+            self._generators.put_back()
         return next((n for n, now in found if isinstance(now, Tensor) and is_mapped(now)), "")
 
 
@@ -264,6 +272,11 @@ def put_back(entry: Entry) -> None:
         _refill(key, zip(value[::2], value[1::2], strict=True) if pairs else value)
     elif get is array_content and isinstance(value, bytes):
         _put_back_array(key, value)
+    elif get is dict:
+        _refill(vars(key) if isinstance(key, local) else key, value)
+    elif isinstance(key, ContextVar):
+        if value is not MISSING:
+            key.set(value)
     elif isinstance(get, functools.partial) and get.func is attribute:
         _put_back_attribute(get.args[0], cast(str, key), value)
     elif isinstance(space := _container(entry), dict | list | deque):
@@ -303,9 +316,9 @@ def _put_back_attribute(owner: Any, key: str, value: object) -> None:
 def _refill(container: Any, items: Any) -> None:
     if isinstance(container, list):
         container[:] = items  # other threads never see an empty one
-    elif isinstance(container, dict):
+    elif isinstance(container, MutableMapping):
         before = dict(items)
-        for key in container.keys() - before.keys():
+        for key in set(container) - before.keys():
             del container[key]
         for key, value in before.items():
             if container.get(key, MISSING) is not value:

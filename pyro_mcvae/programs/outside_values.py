@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -150,7 +150,7 @@ _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _WATCHED = (
     *(Tensor, nn.Module, ELBO, Distribution, Transform, *CONTAINERS, SimpleNamespace, Namespace),
     *(FunctionType, MethodType, functools.partial),
-    *(type, BuiltinFunctionType, *IMMUTABLE, *_GENERATORS),
+    *(type, BuiltinFunctionType, *IMMUTABLE, *_GENERATORS, torch.Generator),
 )
 # Attributes that every module has. They are followed as parameters, buffers and submodules, or have
 # no effect.
@@ -218,6 +218,8 @@ class Dependencies:
     :ivar objects: objects whose attributes a step may write.
     :ivar functions: the executed functions of the programs.
     :ivar generators: random number generators other than PyTorch's.
+    :ivar torch_generators: those of PyTorch, other than the default ones.
+    :ivar iterator: the first iterator, whose items are gone when they have been read.
     :ivar unsupported: the first read that cannot be compared, if any.
     """
 
@@ -226,7 +228,9 @@ class Dependencies:
     entries: list[Entry] = field(default_factory=list)
     objects: list[object] = field(default_factory=list)
     functions: set[CodeType] = field(default_factory=set)
-    generators: dict[str, object] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    torch_generators: dict[str, torch.Generator] = field(default_factory=dict)
+    iterator: str = ""
     unsupported: str = ""
     _names: frozenset[str] = frozenset()
     _named: set[str] = field(default_factory=set)
@@ -255,6 +259,19 @@ class Dependencies:
                 break
             names |= dependencies._named  # functions are reached by attributes, named in functions
         return dependencies
+
+    def with_arguments(self, *arguments: object) -> Dependencies:
+        """Return the same with what the arguments of a call hold, and these tensors themselves."""
+        held = Dependencies.of(*arguments, executed=ExecutedCode(unknown=True))
+        given = [t for t in arguments if isinstance(t, Tensor)]
+        entries = [*held.entries, *(Entry(_itself, t, t, "an argument") for t in given)]
+        return replace(
+            self,
+            entries=self.entries + entries,
+            objects=self.objects + held.objects,
+            generators=self.generators | held.generators,
+            torch_generators=self.torch_generators | held.torch_generators,
+        )
 
     def changed(self, tensors: bool = True) -> Entry | None:
         """
@@ -296,6 +313,9 @@ class Dependencies:
             return
         if isinstance(value, _GENERATORS):
             self.generators[name] = value
+            return
+        if isinstance(value, torch.Generator):
+            self.torch_generators[name] = value
             return
         if isinstance(value, nn.Module) or is_of_the_user(value):
             self.objects.append(value)
@@ -352,6 +372,7 @@ class Dependencies:
         elif isinstance(value, SynchronizedBase) and hasattr(value, "value"):
             yield Entry(_of_processes, value, _of_processes(value), name)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
+            self.iterator = self.iterator or name
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
             get = functools.partial(attribute, value)
@@ -447,11 +468,19 @@ class Dependencies:
 
 
 class GeneratorStates:
-    """Random number generators other than PyTorch's: a recording would repeat their draws."""
+    """
+    Random number generators other than PyTorch's default ones.
 
-    def __init__(self, dependencies: Dependencies) -> None:
+    A recording would repeat their draws.
+
+    :param on_host: only those of Python and NumPy.
+    """
+
+    def __init__(self, dependencies: Dependencies, on_host: bool = False) -> None:
         rngs: dict[str, Any] = {"Python's generator": random, "NumPy's generator": numpy.random}
         rngs |= dependencies.generators
+        if not on_host:
+            rngs |= dependencies.torch_generators
         self._states = {name: (rngs[name], _state(rngs[name])) for name in rngs}
 
     def moved(self) -> str:
@@ -480,6 +509,8 @@ def _state(generator: Any) -> Any:
 
 def _is_state(now: Any, then: Any) -> bool:
     """Return whether two states are equal; NumPy's have arrays."""
+    if isinstance(then, Tensor):
+        return torch.equal(now, then)
     if isinstance(then, numpy.ndarray):
         return bool(numpy.array_equal(now, then))
     if isinstance(then, tuple):

@@ -86,9 +86,9 @@ class Programs:
 
     @cached_property
     def read(self) -> Dependencies:
-        """Return the values outside the programs that they may read."""
-        roots = *self.pair, *self.call.objects
-        return Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
+        """Return the values outside the programs that they may read, and in their arguments."""
+        outside = Dependencies.of(*self.pair, executed=ExecutedCode(unknown=True))
+        return outside.with_arguments(*self.args, *self.kwargs.values())
 
     def restored(self) -> AbstractContextManager[None]:
         """Return a context for extra runs, whose traces in the programs' state it removes."""

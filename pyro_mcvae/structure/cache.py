@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from pyro import poutine
 
+from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.ops.tensors import is_due, is_recording
 from pyro_mcvae.programs.fingerprint import Fingerprint
 from pyro_mcvae.programs.isolation import rewindable
@@ -220,6 +221,12 @@ class OutdatedAnalysisError(Exception):
     """A step that is being recorded reads other values than the uncompiled steps before it."""
 
 
+_ITERATOR = (
+    "the model or guide reads an iterator (%s): it also runs to be analyzed, and the items that it "
+    "takes then are not seen by a training step. Pass the items as an argument"
+)
+
+
 class Analyses:
     """
     The analyses of the models and guides that an objective was used with recently.
@@ -234,6 +241,7 @@ class Analyses:
 
     def __init__(self) -> None:
         self._pairs: list[_Pair] = []
+        self._warn = WarnOnce(_logger)
 
     @property
     def num_pairs(self) -> int:
@@ -243,7 +251,7 @@ class Analyses:
 
     def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are analyzed again.
-        return {"_pairs": []}
+        return {"_pairs": [], "_warn": self._warn}
 
     def of(self, programs: Programs) -> Analysis:
         """Return the analysis of the programs; one call counts as one use."""
@@ -278,6 +286,8 @@ class Analyses:
             known = Dependencies.of(*roots, executed=executed)
             constants += [entry.value for entry in known.entries]
             use.pair.read = known
+            if known.iterator:
+                self._warn(_ITERATOR % known.iterator)
         fingerprint = hash((kind, seen.value(constants)))
         watch = None
         if generators is not None:
@@ -294,8 +304,11 @@ class Analyses:
         return rewindable(active, self.read(programs))
 
     def read(self, programs: Programs) -> Dependencies:
-        """Return the values outside the programs that they read."""
-        return self._use(programs).pair.read or programs.read
+        """Return the values outside the programs that they read, and in their arguments."""
+        read = self._use(programs).pair.read
+        if read is None:
+            return programs.read
+        return read.with_arguments(*programs.args, *programs.kwargs.values())
 
     def forget_run(self, programs: Programs) -> None:
         """Take the fingerprint of the next run, which a new finding lays out in another way."""

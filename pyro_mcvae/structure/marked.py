@@ -31,6 +31,7 @@ from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
+from pyro_mcvae.programs.outside_values import GeneratorStates
 from pyro_mcvae.programs.run import Programs, Run, run_pair
 from pyro_mcvae.programs.sites import (
     certain_entries,
@@ -508,6 +509,7 @@ def marked_run(
     marks = Marks(
         _line, replayed, lambda bits: bool(other_branch and other_branch(_names(marker, bits)))
     )
+    marks.generators = [*programs.read.torch_generators.values()]
     marker = _Marker(marks)
 
     def draw(msg: Message) -> Tensor | None:
@@ -526,10 +528,10 @@ def marked_run(
     ):
         warnings.simplefilter("ignore")
         try:
-            before = _host_state()
+            before = GeneratorStates(programs.read, on_host=True)
             with marker, marks:
                 traces = run_pair(programs, substitutes, leading)
-            marker.draws_on_host = _host_state() != before
+            marker.draws_on_host = bool(before.moved())
             with marks:
                 marks.at_site = True  # what densities draw is not drawn by the programs
                 return _result(marker, traces, substitutes.subsamples)
@@ -595,13 +597,6 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         frozenset[Step]().union(*(marks.corners(t.log_prob) for t in terms.values())),
         marker.draws_on_host,
     )
-
-
-def _host_state() -> list[object]:
-    """Return the state of Python's and NumPy's global generators."""
-    state = pyro.util.get_rng_state()
-    kind, keys, *position = state["numpy"]
-    return [state["random"], kind, keys.tobytes(), *position]
 
 
 def _counted(site: Site, mask: Tensor | None) -> Tensor | None:

@@ -1,8 +1,12 @@
 """How often the programs of a user run, and what they see when they do."""
 
+import random
+import threading
 from array import array as array_of_numbers
 from collections import UserDict, deque
+from contextvars import ContextVar
 from queue import Queue
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyro
@@ -19,6 +23,9 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     WakeSleep,
+    compare,
+    log_evidence,
+    report,
 )
 from tests.tally import Tally
 
@@ -484,3 +491,130 @@ def test_masked_latents_need_no_runs_of_their_own(name, guide_counts):
             if guide_counts:
                 most += most if step == 1 else is_due
             assert counts[program] <= most, (step, counts)
+
+
+def of_arguments(batch):
+    batch["calls"] += 1
+    batch["bank"].append(batch["calls"])
+    batch["sums"].add_(1.0)
+    return len(batch["bank"]) + batch["calls"] + float(batch["sums"])
+
+
+CALLS = ContextVar("calls")
+OF_THREAD = threading.local()
+
+
+def of_contexts(batch):
+    CALLS.set(CALLS.get() + 1)
+    OF_THREAD.calls += 1
+    batch["weak"][batch["key"]] += 1
+    return CALLS.get() + OF_THREAD.calls + batch["weak"][batch["key"]]
+
+
+@pytest.mark.parametrize("count", [of_arguments, of_contexts])
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis"])
+def test_what_arguments_and_contexts_hold_is_changed_once_a_step(name, count):
+    CALLS.set(0)
+    OF_THREAD.calls, key = 0, Schedule()
+    batch = {"calls": 0, "bank": [], "sums": torch.zeros(()), "key": key}
+    batch["weak"], shown = WeakKeyDictionary({key: 0}), []
+
+    def model(x, batch):
+        shown.append(count(batch))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 1.0 + shown[-1]), obs=x[:, 0])
+
+    pyro.clear_param_store()
+    guide = lambda x, batch: mean_field(x)  # noqa: E731
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
+    for step in range(1, 10):
+        shown.clear()
+        svi.step(X, batch)
+        assert shown[0] == 3 * step
+
+
+def generators():
+    of_torch = torch.Generator().manual_seed(3)
+    of_numpy, of_python = np.random.default_rng(3), random.Random(3)
+    return {
+        "torch": lambda: float(torch.randn((), generator=of_torch)),
+        "numpy": lambda: float(of_numpy.normal()),
+        "python": lambda: of_python.gauss(0.0, 1.0),
+    }
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("loss", [TraceSGVB_ELBO, TraceRaoBlackwell_ELBO, LOSSES["sis"]])
+def test_generators_of_programs_give_each_step_its_numbers(loss, kind):
+    """Those of one run per step."""
+    draw, again, shown = generators()[kind], generators()[kind], []
+
+    def model(x):
+        shown.append(draw())
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1) + shown[-1], 1.0), obs=x[:, 0])
+
+    pyro.clear_param_store()
+    svi = SVI(model, mean_field, pyro.optim.Adam({"lr": 0.01}), loss())
+    for _ in range(9):
+        shown.clear()
+        svi.step(X)
+        assert shown[0] == again()
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_particles_do_not_share_numbers_of_the_programs_generators(kind):
+    draw, shown = generators()[kind], []
+
+    def model(x):
+        shown.append(draw())
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1) + shown[-1], 1.0), obs=x[:, 0])
+
+    loss = LOSSES["iwae"]()
+    for _ in range(3):
+        shown.clear()
+        loss.loss(model, mean_field, X)
+        assert len(set(shown)) >= 5
+
+
+def test_an_iterator_is_warned_of_once(caplog):
+    items = iter(range(1000))
+
+    def model(x):
+        next(items)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
+
+    svi = training(model, "iwae")
+    for _ in range(4):
+        svi.step(X)
+    lines = [r.getMessage() for r in caplog.records if "iterator" in r.getMessage()]
+    assert len(lines) == 1
+    assert "'items'" in lines[0]
+
+
+@pytest.mark.parametrize("evaluate", [log_evidence, report, compare])
+def test_evaluators_leave_counters_as_they_were(evaluate):
+    state, total = {"calls": 0}, torch.zeros(())
+
+    def model(x):
+        state["calls"] += 1
+        total.add_(1.0)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
+
+    svi = training(model, "sgvb")
+    for _ in range(5):
+        svi.step(X)
+    options = {"seed": 0}
+    if evaluate is compare:
+        losses = {"ELBO": TraceSGVB_ELBO(), "IWAE": TraceIWAE_ELBO(2)}
+        options |= {"losses": losses, "optim": pyro.optim.Adam({"lr": 0.01}), "num_steps": 3}
+    evaluate(model, mean_field, X, **options)
+    assert state["calls"] == float(total) == 5
