@@ -249,6 +249,8 @@ class Dependencies:
         :param contents: whether to compare also tensors that require no gradient.
         """
         names: set[str] = set()
+        _methods.cache_clear()
+        is_written.cache_clear()
         while True:
             dependencies = cls(executed, contents, _names=frozenset(names))
             for root in roots:
@@ -608,6 +610,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     yield from ((part, name) for part in parts if part is not None)
 
 
+@lru_cache(maxsize=8192)  # emptied by each search, since classes may change
 def _methods(kind: type) -> list[FunctionType]:
     """Return the functions of a class, including those behind properties and class methods."""
     return [function for part in kind.__mro__ for function in _own_methods(part)]
@@ -638,6 +641,7 @@ def is_of_the_user(value: object) -> bool:
     return any(map(is_written, type(value).__mro__)) or bool(_methods(type(value)))
 
 
+@lru_cache(maxsize=8192)
 def is_written(kind: type) -> bool:
     """Return whether a class is defined in a file or notebook outside Python and PyTorch."""
     module = sys.modules.get(kind.__module__)
