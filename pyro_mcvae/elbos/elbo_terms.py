@@ -134,14 +134,32 @@ def local_estimate(
     If all latents are global and a plate is subsampled, no latent has a weight per datum. The
     estimate is then the plain ELBO, averaged over the particles.
 
-    :class:`MonteCarloELBO` has an example.
-
     :param sample: the particles of the step, from ``self.sampler``.
     :param bound: the bound L of each datum, detached, shape ``[*plates]``.
     :param surrogate: a tensor of the same shape with the gradient of the bound.
     :param bool scored: whether ``surrogate`` already has the score-function terms of the local
         draws.
     :raises ValueError: for tensors of another shape.
+
+    Example::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import MonteCarloELBO, local_estimate
+        >>> class TraceLargest_ELBO(MonteCarloELBO):
+        ...     def estimate(self, programs):
+        ...         sample = self.sampler.sample(programs)
+        ...         largest = sample.log_weight.max(0).values
+        ...         return local_estimate(sample, largest.detach(), largest)
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):  # the posterior, so all weights are p(x)
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> TraceLargest_ELBO(5).bounds(model, guide, torch.zeros(2)).per_datum
+        tensor([-1.2655, -1.2655])
     """
     sample.check_shapes(bound=bound, surrogate=surrogate)
     if not sample.blocks:

@@ -272,7 +272,7 @@ def refine(
     **options: Unpack[EvaluatorOptions],
 ) -> PosteriorDraws:
     r"""
-    Draw from the posterior :math:`p(z \mid x)`, and say whether the draws can be trusted.
+    Draw from the posterior :math:`p(z \mid x)`, and check whether the draws can be trusted.
 
     ``refine(model, *args)`` needs no guide. The latents move over unconstrained coordinates, in
     which flat priors (``ImproperUniform`` and ``.mask(False)``) are allowed. L-BFGS from several
