@@ -44,7 +44,7 @@ from pyro_mcvae.ops.tensors import (
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.distributions import unvalidated
 from pyro_mcvae.programs.messengers import SampleFn
-from pyro_mcvae.programs.outside_state import StateOfOneRun
+from pyro_mcvae.programs.outside_state import Changes, StateOfOneRun, buffers_of
 from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.programs.sites import masked_entries, without_autocast
 from pyro_mcvae.programs.terms import Term, scored
@@ -197,7 +197,8 @@ def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -
 # The log weight of a model and guide as a function of their local latents.
 
 _CHECKED = ("checked",)
-_CHANGES = ("changes state",)
+# What a run of the programs changes outside them.
+CHANGES = ("changes",)
 
 
 class LogWeight:
@@ -270,13 +271,13 @@ class LogWeight:
         finder: KinkFinder | None = None,
     ) -> None:
         self.programs, self._sampler, self.kind = programs, sampler, coordinates
-        self.gradient, self._widths, self._beginning = gradient, widths, begin or Beginning()
-        self.finder = finder
-        state = self._state_before()
+        self.gradient, self._beginning = gradient, begin or Beginning()
+        self._widths, self.finder = widths, finder
+        changes: Changes | None = sampler.analyses.of(programs).get(CHANGES)
+        state = None if changes is Changes.NONE else self._state_before(changes)
         sample, self.records = self._first_draw(within)
-        self._state = state if state is not None and state.after_first() else None
         if state is not None:
-            sampler.analyses.of(programs).put(_CHANGES, self._state is not None)
+            self._use_state(state)
         made = sample, self.records, self._beginning.fixed_sites
         key = "plan", id(sample.structure), *plan_key(*made)
         find = sampler.analyses.of(programs).cached
@@ -290,14 +291,28 @@ class LogWeight:
         start = [{n: placed.at for n, placed in record.items()} for record in self.records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
 
-    def _state_before(self) -> StateOfOneRun | None:
-        """Return the values outside the programs; None if they are known to change none."""
-        changes: bool | None = self._sampler.analyses.of(self.programs).get(_CHANGES)
-        if changes:
+    def _state_before(self, changes: Changes | None) -> StateOfOneRun | None:
+        """Return the values outside the programs, before their first run."""
+        if changes is Changes.VALUES:
             fail_if_recording("each evaluation changes values outside the programs")
-        if changes is False or is_recording():
+        if is_recording():
             return None
-        return StateOfOneRun(self._sampler.analyses.read(self.programs))
+        read = self._sampler.analyses.read(self.programs)
+        return StateOfOneRun(buffers_of(read) if changes is Changes.BUFFERS else read)
+
+    def _use_state(self, state: StateOfOneRun) -> None:
+        """Show the values of the first run to all others, if programs change them."""
+        changes, run = state.after_first(), self._run
+        self._sampler.analyses.of(self.programs).cached(CHANGES, lambda: changes)
+
+        def run_in_state(
+            flat: Tensor, detach: bool = False
+        ) -> tuple[WeightedParticles, list[Record]]:
+            with state.again():
+                return run(flat, detach)
+
+        if changes is not Changes.NONE:
+            self._run = run_in_state  # type: ignore[method-assign]
 
     def _running(self, at: Tensor | None = None) -> ExitStack:
         """
@@ -453,10 +468,6 @@ class LogWeight:
         return weights if depth == 1 else weights.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
-        with nullcontext() if self._state is None else self._state.again():
-            return self._run_in_state(flat, detach)
-
-    def _run_in_state(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample
         if not (first.structure.mean_field and len(flat) == first.num_particles):
             return self._run_both(flat, detach)

@@ -194,8 +194,7 @@ class GradientCheck:
     """
 
     def __init__(self, estimate: Estimate, loss: object) -> None:
-        self._runs, self._visited, self._loss = estimate.runs, estimate.visited, loss
-        self._remedy = estimate.remedy
+        self._estimate, self._loss = estimate, loss
 
     def total(self) -> Tensor | None:
         """Return a number that is finite if all gradients are finite; None without gradients."""
@@ -221,7 +220,7 @@ class GradientCheck:
             return  # their sum overflows
         names = ", ".join(f"'{n}'" for n in bad[:3]) + (" and others" if len(bad) > 3 else "")
         value = "finite" if loss is None else f"{loss:.6g}"
-        further = filter(None, (self._remedy(), *self._near_boundaries()))
+        further = filter(None, (self._estimate.remedy(), *self._near_boundaries()))
         lines = "".join(f"\n  {line}" for line in further)
         self.clear()
         raise ValueError(
@@ -236,7 +235,9 @@ class GradientCheck:
         Return the parameters of the step by name. They are leaves of the graph, as in an optimizer.
         """
         params: dict[str, Any] = {}
-        traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}
+        traces = {
+            id(t): t for run in self._estimate.runs for t in (run.guide_trace, run.model_trace)
+        }
         for trace in traces.values():
             for name, site in trace.nodes.items():
                 if site["type"] == "param" and name not in params:
@@ -248,7 +249,10 @@ class GradientCheck:
 
     def _near_boundaries(self) -> Iterator[str]:
         """Yield a line for each latent of the guide with values at, or almost at, a boundary."""
-        traces = {id(r.guide_trace): r.guide_trace for r in (*self._visited, self._runs[-1])}
+        traces = {
+            id(r.guide_trace): r.guide_trace
+            for r in (*self._estimate.visited, self._estimate.runs[-1])
+        }
         near: dict[str, list[Tensor]] = {}
         for name, site in ((n, s) for trace in traces.values() for n, s in trace.nodes.items()):
             if is_scored(site) and is_random(site) and not known_support(site["fn"]).is_discrete:
@@ -256,7 +260,7 @@ class GradientCheck:
         for name, parts in near.items():
             values = torch.cat(parts)
             if len(values):
-                kind = type(bare(self._runs[-1].guide_trace.nodes[name]["fn"])).__name__
+                kind = type(bare(self._estimate.runs[-1].guide_trace.nodes[name]["fn"])).__name__
                 what = f"{len(values)} values are almost 0, 1 or infinite, such as {values[0]:.4g}"
                 yield f"site '{name}' of the guide ({kind}): {what}"
 

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import walk_tb
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +20,7 @@ from pyro_mcvae.chains.parameters import AdaptiveStepSize, StepSize
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
 from pyro_mcvae.chains.score_network import SizedByChain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, check_chain, outside_inference_mode
-from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
+from pyro_mcvae.coordinates.log_weight import CHANGES, GradientMode, LogWeight
 from pyro_mcvae.coordinates.smoothness import Smoothness
 from pyro_mcvae.discrete.baselines import Baseline
 from pyro_mcvae.discrete.site_slots import SiteOptions, is_discrete
@@ -37,6 +38,7 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.stored_module import StoredModule
 from pyro_mcvae.programs.types import NothingToMoveError, Site
+from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.finder import StructureFinder
 
 _logger = logging.getLogger(__name__)
@@ -142,12 +144,21 @@ _MOVED_OUT = (
     "size, or AdaptiveStepSize(), which finds one"
 )
 
+
+def _moved_out(error: ValueError, kind: str) -> ValueError:
+    """Return an error of a chain's move, with the remedy for parameters that are not valid."""
+    evaluated = (f.f_code is LogWeight.__call__.__code__ for f, _ in walk_tb(error.__traceback__))
+    if "to satisfy the constraint" not in str(error) or not any(evaluated):
+        return error
+    return ValueError(f"{error}\n{_MOVED_OUT % kind}")
+
+
 # Moves are checked at 8, 16, 32, ... training steps. Step sizes that adapt have more time.
 _FIRST_CHECK, _FIRST_CHECK_IF_ADAPTIVE = 8, 64
 _LEAST_ACCEPTANCE = 0.01
 
-# Whether chains move the latents of the programs.
-_MOVES = ("moves",)
+# Whether no latent of the programs has a weight per datum, so that chains would move nothing.
+_NOTHING_MOVES = ("nothing moves",)
 
 
 class ChainOptions(ELBOOptions, total=False):
@@ -233,21 +244,26 @@ class ChainELBO(MonteCarloELBO, StoredModule):
     def estimate(self, programs: Programs) -> Estimate:
         # If no latent has a weight per datum, the draws are averaged instead.
         analysis = self.sampler.analyses.of(programs)
-        if analysis.get(_MOVES) is False:
-            sample = self.sampler.sample(programs)
-            drawn = (t for t in sample.runs[0].terms if t.in_guide and is_random(t.site))
-            if not any(map(sample.is_local, drawn)):
-                return _averaged(sample)
-            analysis.put(_MOVES, None)
-        with self.sampler.analyses.rewindable(programs, not analysis.get(_MOVES)) as rewind:
+        if analysis.get(_NOTHING_MOVES) and (averaged := self._averaged_again(programs, analysis)):
+            return averaged
+        with self.sampler.analyses.rewindable(programs, analysis.get(CHANGES) is None) as rewind:
             try:
-                result = self._estimate(programs)
-                analysis.put(_MOVES, True)
-                return result
+                return self._estimate(programs)
             except NothingToMoveError:
                 rewind()
-        analysis.put(_MOVES, False)
+            except ValueError as error:
+                raise _moved_out(error, type(self).__name__) from error.__cause__
+        analysis.put(_NOTHING_MOVES, True)
         return _averaged(self.sampler.sample(programs))
+
+    def _averaged_again(self, programs: Programs, analysis: Analysis) -> Estimate | None:
+        """Return the averaged estimate, unless a latent now has a weight per datum."""
+        sample = self.sampler.sample(programs)
+        drawn = (t for t in sample.runs[0].terms if t.in_guide and is_random(t.site))
+        if not any(map(sample.is_local, drawn)):
+            return _averaged(sample)
+        analysis.put(_NOTHING_MOVES, False)
+        return None
 
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
@@ -257,12 +273,7 @@ class ChainELBO(MonteCarloELBO, StoredModule):
             density, slots = self._density(programs, wanted)
             if wanted and any(p.requires_grad for p in self.parameters()):
                 self.add_to_store()
-            try:
-                chain = self._run(density, slots)
-            except ValueError as error:
-                if "to satisfy the constraint" not in str(error):
-                    raise
-                raise ValueError(f"{error}\n{_MOVED_OUT % type(self).__name__}") from error
+            chain = self._run(density, slots)
             if (finder := density.log_weight.finder) is not None:
                 self._smoothness.add(density.log_weight, finder)  # for the next steps
         with torch.set_grad_enabled(wanted):

@@ -349,7 +349,7 @@ class Marks(TorchDispatchMode):
         is_draw = (
             torch.Tag.nondeterministic_seeded in func.tags
             and not self.at_site
-            and {g._cdata for g in given} <= {g._cdata for g in self.generators}
+            and _identities(given) <= _identities(self.generators)
         )
         if not (masks or is_draw) or _is_view(func):
             return func(*args, **kwargs)  # views share the shadow of their storage
@@ -442,6 +442,11 @@ def _is_view(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags or (
         bool(aliases) and not any(a.is_write for a in aliases)
     )
+
+
+def _identities(generators: Iterable[Any]) -> set[int]:
+    # An operator gets other Python objects for the same generators.
+    return {g._cdata for g in generators}
 
 
 def _storage_key(tensor: Tensor) -> int | None:

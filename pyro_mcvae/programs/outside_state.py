@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from enum import Enum
 from itertools import zip_longest
 from threading import local
 from types import MemberDescriptorType
@@ -50,6 +52,14 @@ _ADDED = object()
 _logger = logging.getLogger(__name__)
 
 
+class Changes(Enum):
+    """What a run changes outside programs: nothing, buffers (such as running means), or more."""
+
+    NONE = "nothing"
+    BUFFERS = "buffers"
+    VALUES = "values"
+
+
 class OutsideState:
     """
     The values outside programs before an extra run: counters, schedules, buffers, memory banks.
@@ -58,15 +68,13 @@ class OutsideState:
     step has saved.
 
     :param read: what the programs read.
-    :param buffers: whether to restore the buffers of modules, too.
     :param generators: whether to restore random number generators, too.
     """
 
-    def __init__(self, read: Dependencies, buffers: bool = True, generators: bool = True) -> None:
+    def __init__(self, read: Dependencies, generators: bool = True) -> None:
         modules = [o for o in read.objects if isinstance(o, nn.Module)]
         spaces = [vars(o) for o in read.objects if _is_left(o)]
         left = {id(v) for space in spaces for v in (space, *space.values())}
-        left |= set() if buffers else {id(m._buffers) for m in modules}
         entries = [e for e in read.entries if id(_container(e)) not in left]
         containers: list[tuple[Any, str]] = [
             (e.key, e.name)
@@ -94,19 +102,21 @@ class OutsideState:
             _SavedTensor(tensor, name, key in in_modules)
             for key, (tensor, name) in tensors.items()
             if (not tensor.requires_grad or key in optimized)
-            and (buffers or key not in in_modules)
             and not (tensor.is_inference() or is_mapped(tensor))
         ]
 
     @property
-    def changed(self) -> bool:
-        """Return whether a run has changed anything, running means apart."""
-        return (
+    def changes(self) -> Changes:
+        """Return what a run has changed."""
+        written = [tensor for tensor in self._tensors if tensor.is_written]
+        if (
             not all(_holds(container, items) for container, items, _ in self._held)
             or not all(entry.unchanged for entry in self._values)
-            or any(tensor.is_written for tensor in self._tensors)
-            or bool(self._generators and self._generators.moved())
-        )
+            or not all(tensor.is_buffer for tensor in written)
+            or (self._generators is not None and self._generators.moved())
+        ):
+            return Changes.VALUES
+        return Changes.BUFFERS if written else Changes.NONE
 
     def put_back(self) -> str:
         """
@@ -146,14 +156,15 @@ class StateOfOneRun:
     """
 
     def __init__(self, read: Dependencies) -> None:
-        self._read, self._before = read, OutsideState(read, buffers=False)
+        self._read, self._before = read, OutsideState(read)
         self._after: OutsideState | None = None
 
-    def after_first(self) -> bool:
-        """Return whether the first run has changed something."""
-        if self._before.changed:
-            self._after = OutsideState(self._read, buffers=False)
-        return self._after is not None
+    def after_first(self) -> Changes:
+        """Return what the first run has changed."""
+        changes = self._before.changes
+        if changes is not Changes.NONE:
+            self._after = OutsideState(self._read)
+        return changes
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -164,6 +175,14 @@ class StateOfOneRun:
             yield
         finally:
             self._after.put_back()
+
+
+def buffers_of(read: Dependencies) -> Dependencies:
+    """Return only the buffers of modules."""
+    modules: list[object] = [o for o in read.objects if isinstance(o, nn.Module)]
+    spaces = {id(vars(m)["_buffers"]) for m in modules}
+    entries = [e for e in read.entries if id(_container(e)) in spaces]
+    return replace(read, entries=entries, objects=modules, generators={}, torch_generators={})
 
 
 def _is_of_a_library(value: object) -> bool:
@@ -199,7 +218,7 @@ class _SavedTensor:
     """
 
     def __init__(self, tensor: Tensor, name: str, is_buffer: bool) -> None:
-        self._tensor, self._name, self._is_buffer = tensor, name, is_buffer
+        self._tensor, self._name, self.is_buffer = tensor, name, is_buffer
         self._version = _unsafe_preserve_version_counter(tensor)
         self._before = tensor._version
         self._copy = tensor.detach().clone() if tensor.numel() <= _MAX_COPIED else None
@@ -209,7 +228,7 @@ class _SavedTensor:
         return self._tensor._version != self._before
 
     def put_back(self) -> None:
-        if not self.is_written and (self._copy is None or not self._is_buffer):
+        if not self.is_written and (self._copy is None or not self.is_buffer):
             return
         if self._copy is None:
             _logger.warning(
@@ -272,6 +291,8 @@ def put_back(entry: Entry) -> None:
         _refill(key, zip(value[::2], value[1::2], strict=True) if pairs else value)
     elif get is array_content and isinstance(value, bytes):
         _put_back_array(key, value)
+    elif getattr(get, "__name__", "") == "__contains__":
+        cast(Any, _container(entry)).pop(key, None)
     elif get is dict:
         _refill(vars(key) if isinstance(key, local) else key, value)
     elif isinstance(key, ContextVar):

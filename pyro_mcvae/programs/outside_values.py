@@ -6,6 +6,7 @@ import array
 import dis
 import functools
 import gc
+import itertools
 import operator
 import random
 import sys
@@ -249,8 +250,7 @@ class Dependencies:
         :param contents: whether to compare also tensors that require no gradient.
         """
         names: set[str] = set()
-        _methods.cache_clear()
-        is_written.cache_clear()
+        _METHODS.clear()
         while True:
             dependencies = cls(executed, contents, _names=frozenset(names))
             for root in roots:
@@ -374,7 +374,8 @@ class Dependencies:
         elif isinstance(value, SynchronizedBase) and hasattr(value, "value"):
             yield Entry(_of_processes, value, _of_processes(value), name)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
-            self.iterator = self.iterator or name
+            if not isinstance(value, itertools.count):  # gives names or ids
+                self.iterator = self.iterator or name
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
             get = functools.partial(attribute, value)
@@ -455,8 +456,8 @@ class Dependencies:
                         and key not in instance_attrs
                         and hasattr(value, "__dict__")
                     ):
-                        get_own = functools.partial(item, vars(value))
-                        yield Entry(get_own, key, MISSING, f"method '{key}' of an object")
+                        has = vars(value).__contains__
+                        yield Entry(has, key, False, f"method '{key}' of an object")
                     if (id(part), key) not in self._methods:
                         self._methods.add((id(part), key))
                         yield Entry(vars(part).get, key, attr, f"method '{key}' of {part.__name__}")
@@ -535,7 +536,7 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
         elif value is not MISSING and name in space:
             yield from _named(space, "global ", "", [name])
         elif name in _stored_globals(function.__code__):
-            yield Entry(functools.partial(item, space), name, MISSING, f"global '{name}'")
+            yield Entry(space.__contains__, name, False, f"global '{name}'")
 
 
 @lru_cache(maxsize=8192)
@@ -610,10 +611,15 @@ def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     yield from ((part, name) for part in parts if part is not None)
 
 
-@lru_cache(maxsize=8192)  # emptied by each search, since classes may change
+# By class, the functions that a search has found. Classes may change until the next one.
+_METHODS: dict[type, list[FunctionType]] = {}
+
+
 def _methods(kind: type) -> list[FunctionType]:
     """Return the functions of a class, including those behind properties and class methods."""
-    return [function for part in kind.__mro__ for function in _own_methods(part)]
+    if kind not in _METHODS:
+        _METHODS[kind] = [function for part in kind.__mro__ for function in _own_methods(part)]
+    return _METHODS[kind]
 
 
 # By class: its members, and the functions among them. Members may be replaced.
@@ -641,7 +647,6 @@ def is_of_the_user(value: object) -> bool:
     return any(map(is_written, type(value).__mro__)) or bool(_methods(type(value)))
 
 
-@lru_cache(maxsize=8192)
 def is_written(kind: type) -> bool:
     """Return whether a class is defined in a file or notebook outside Python and PyTorch."""
     module = sys.modules.get(kind.__module__)

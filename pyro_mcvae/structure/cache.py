@@ -286,8 +286,6 @@ class Analyses:
             known = Dependencies.of(*roots, executed=executed)
             constants += [entry.value for entry in known.entries]
             use.pair.read = known
-            if known.iterator:
-                self._warn(_ITERATOR % known.iterator)
         fingerprint = hash((kind, seen.value(constants)))
         watch = None
         if generators is not None:
@@ -308,6 +306,8 @@ class Analyses:
         read = self._use(programs).pair.read
         if read is None:
             return programs.read
+        if read.iterator:
+            self._warn(_ITERATOR % read.iterator)
         return read.with_arguments(*programs.args, *programs.kwargs.values())
 
     def forget_run(self, programs: Programs) -> None:

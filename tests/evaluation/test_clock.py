@@ -2,6 +2,7 @@
 
 import logging
 import re
+from queue import SimpleQueue
 
 import pyro
 import pyro.distributions as dist
@@ -26,10 +27,22 @@ X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
 
 
 class Time:
-    """A clock that advances when a model runs."""
+    """A clock that advances when a model runs. What a queue of C holds is not put back."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._now: SimpleQueue[float] = SimpleQueue()
+        self._now.put(0.0)
+
+    @property
+    def seconds(self) -> float:
+        now = self._now.get()
+        self._now.put(now)
+        return now
+
+    @seconds.setter
+    def seconds(self, now: float) -> None:
+        self._now.get()
+        self._now.put(now)
 
     def __call__(self) -> float:
         return self.seconds
