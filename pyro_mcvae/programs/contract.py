@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.indep_messenger import CondIndepStackFrame as Frame
@@ -383,10 +384,16 @@ def checked(
 
 
 class LossModule(ELBOModule):
-    """A loss with its model and guide: a module whose call on data returns the loss."""
+    """
+    A loss with its model and guide: a module whose call on data returns the loss.
+
+    If model or guide are methods of a module, this module is a part, with all of its parameters.
+    """
 
     def __init__(self, model: Any, guide: Any, elbo: ELBO) -> None:
         super().__init__(model, guide, elbo)
+        owners = (getattr(poutine.unwrap(p), "__self__", None) for p in (model, guide))
+        self.owners = nn.ModuleList({id(o): o for o in owners if isinstance(o, nn.Module)}.values())
         self._warn = WarnOnce(_logger)
         self._was_called = False
 
@@ -397,7 +404,9 @@ class LossModule(ELBOModule):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Warn about a guide without parameters, which an optimizer would leave untrained."""
-        if not isinstance(self.guide, nn.Module):
+        if isinstance(getattr(self.guide, "__self__", None), nn.Module):
+            pass  # its module is a part
+        elif not isinstance(self.guide, nn.Module):
             own, stored = super().named_parameters(), pyro.get_param_store().named_parameters()
             # After a call the store has the guide's parameters, if there are any.
             if not self._was_called or {id(p) for _, p in stored} - {id(p) for _, p in own}:

@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
+from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.outside_values import (
     CONTAINERS,
@@ -45,11 +46,11 @@ _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
 # Larger tensors are data, and are not copied.
 _MAX_COPIED = 2**22
 # Objects of torch.nn and Pyro are set up once, and a run does not update their attributes.
-LIBRARIES = ("torch.nn.", "pyro.", "pyro_mcvae.")
+_LIBRARIES = ("torch.nn.", "pyro.", "pyro_mcvae.")
 # Stands for an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
 
-_logger = logging.getLogger(__name__)
+_warn = WarnOnce(logging.getLogger(__name__))
 
 
 class Changes(Enum):
@@ -186,7 +187,7 @@ def buffers_of(read: Dependencies) -> Dependencies:
 
 
 def _is_of_a_library(value: object) -> bool:
-    return type(value).__module__.startswith(LIBRARIES)
+    return type(value).__module__.startswith(_LIBRARIES)
 
 
 def _is_left(value: object) -> bool:
@@ -231,11 +232,9 @@ class _SavedTensor:
         if not self.is_written and (self._copy is None or not self.is_buffer):
             return
         if self._copy is None:
-            _logger.warning(
-                "the programs change %s in place, a tensor of %d numbers, which are not copied: "
-                "extra runs of the programs change it, too",
-                self._name,
-                self._tensor.numel(),
+            _warn(
+                f"the programs change {self._name} in place, a tensor of {self._tensor.numel()} "
+                f"numbers, which are not copied: extra runs of the programs change it, too"
             )
             return
         with torch.no_grad(), self._version:

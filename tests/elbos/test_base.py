@@ -12,6 +12,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroParam, PyroSample
+from torch import nn
 
 from pyro_mcvae import (
     HMC,
@@ -467,3 +468,35 @@ def test_errors_of_a_program_name_the_last_site_and_the_line(loss, program):
     text = "".join(traceback.format_exception(error.value))
     assert f"in the {program}, after site '{last}', at {__file__}" in text
     assert "torch.zeros(2) @ torch.zeros(3)" in text
+
+
+class MethodsOfOne(nn.Module):
+    """A model and guide that are methods, as in Pyro's examples of autoencoders."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.encoder = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def model(self, x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.decoder(z), 1.0).to_event(1), obs=x)
+
+    def guide(self, x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(self.encoder(x), 1.0).to_event(1))
+
+
+def test_the_module_of_two_methods_is_trained_by_their_loss(caplog):
+    both, x = MethodsOfOne(), torch.randn(4, 3)
+    module = TraceSIS_ELBO(2)(both.model, both.guide)
+    names = [n for n, _ in module.named_parameters() if "elbo" not in n]
+    assert len(names) == len([*both.parameters()]) == 4
+    before = [p.detach().clone() for p in both.parameters()]
+    optimizer = torch.optim.Adam(module.parameters(), 0.1)
+    module(x).backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, both.parameters()))
+    assert "not a module" not in caplog.text
+    module.eval()
+    assert not both.training
