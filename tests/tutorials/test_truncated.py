@@ -196,8 +196,9 @@ def test_whitened_patches_are_uncorrelated_in_their_components():
 def test_decoders_of_natural_images(tmp_path, scaling):
     path = tmp_path / "image.tiff"
     Image.fromarray(torch.randint(4000, (40, 40)).numpy().astype("uint16")).save(path)
-    options = ["--image", str(path), "--paper", "--smoke", "--latents", "12", "--out", str(tmp_path)]
-    curves = load("natural_images").main(options + ["--scaling"] * scaling)
+    options = ["--image", str(path), "--paper", "--smoke", "--latents", "12"]
+    options += ["--out", str(tmp_path), *["--scaling"] * scaling]
+    curves = load("natural_images").main(options)
     if scaling:
         assert list(curves) == ["12 latents"]
         return

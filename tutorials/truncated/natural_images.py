@@ -42,6 +42,7 @@ from pyro_mcvae import (
 from pyro_mcvae.evaluation.plots import STYLES
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from data import add_device_flag
 from results import Results
 
 
@@ -74,6 +75,7 @@ class Model(nn.Module):
         self.patches, self.decoder = patches, decoder
         self.register_buffer("pi", torch.full((num_latents,), 1 / num_latents))
         self.register_buffer("sigma", torch.tensor(0.1))
+        self.to(patches.device)
 
     def forward(self, index: Tensor) -> None:
         with pyro.plate("patches", len(self.patches), subsample=index):
@@ -188,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     add("--paper", action="store_true", help="100,000 patches, 100 epochs")
     add("--smoke", action="store_true", help="a trial run with few patches")
     add("--seed", type=int, default=0)
+    add_device_flag(parser)
     add("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)
     if args.paper:
@@ -199,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     pyro.enable_validation(False)
     pyro.set_rng_seed(args.seed)
     image = torch.from_numpy(matplotlib.image.imread(args.image).astype("float32"))
-    patches = whitened(image, args.patches)
+    patches = whitened(image, args.patches).to(args.device)
     if not args.scaling:
         curves = compare(patches, args)
         results = Results(args.out / "natural_images.csv", args.seed, argv)
