@@ -141,6 +141,7 @@ def make_data(count: int) -> Tensor:
 
 def train(method: Method, x: Tensor, steps: int, learn: bool) -> tuple[Model, Guide]:
     """Train with minibatches of 100. Store the bound of all data."""
+    pyro.clear_param_store()  # has xi and zeta of the loss before
     model, guide = Model(learn), Guide(method.layers)
     loss = method.elbo(model, guide)
     # The learning rate falls to a hundredth, because the last losses compare the methods.
