@@ -73,10 +73,7 @@ class VAE(nn.Module):
 
     def guide(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
         for name, loc in self.loc.items():
-            if self.points:
-                law = dist.Delta(loc)
-            else:
-                law = dist.Normal(loc, self.log_scale[name].exp())
+            law = dist.Delta(loc) if self.points else dist.Normal(loc, self.log_scale[name].exp())
             pyro.sample(name, law.to_event(loc.dim()))
         with pyro.plate("data", size or len(x), subsample=rows, dim=-1):
             loc, log_variance = self.encoder(x).chunk(2, dim=-1)
@@ -129,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     add("--num-train", type=int, nargs="+", default=[100, 400, 1497], metavar="N")
     add("--hidden", type=int, default=50)
     add("--latent", type=int, default=5)
-    add("--steps", type=int, default=4000)
+    add("--steps", type=int, default=2000)
     add("--batch-size", type=int, default=100)
     add("--seed", type=int, default=0)
     add_device_flag(parser)
