@@ -211,13 +211,15 @@ def draw(result: list[Method], path: Path) -> None:
         ("resampled, or ends of chains", lambda method: method.refined, ORANGE),
     ]
     for row, (label, points_of, color) in zip(axes, rows, strict=True):
-        row[1].set_ylabel(label)
+        labelled = False
         for panel, method in zip(row[1:], result, strict=True):
             panel.set(aspect="equal", xticks=[], yticks=[], xlim=(-2.6, 2.6), ylim=(-2.6, 2.6))
             points = points_of(method)
             if points is None:
                 panel.set_axis_off()
                 continue
+            panel.set_ylabel("" if labelled else label)
+            labelled = True
             level = [0.3 * float(density.max())]
             panel.contour(side, side, density, levels=level, colors="k", linewidths=0.7)
             panel.scatter(*points[:1000].T, s=2, alpha=0.4, color=color, linewidths=0)
