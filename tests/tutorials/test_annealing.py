@@ -50,7 +50,7 @@ def test_the_ring_of_every_objective(tmp_path: Path, learn: bool) -> None:
     rows = read(tmp_path / f"{stem}.csv")
     assert [row["objective"] for row in rows] == [method.name for method in result]
     if learn:
-        assert len({method.xi for method in result}) == len(result)
+        assert len({method.xi for method in result}) > 1
     for method, row in zip(result, rows, strict=True):
         assert (method.xi, method.zeta) != (ring.XI, ring.ZETA) if learn else method.xi == ring.XI
         assert method.bound < float(row["likelihood"]) + 5 * method.error, method.name
