@@ -146,10 +146,12 @@ def aevb_dimensions() -> None:
     for axes, row in zip(figure.subplots(1, len(rows)), rows, strict=True):
         for name, (color, marker) in series.items():
             cells = [table(f"{row}: {name}", column) for column in columns]
+            cells = [cell for cell in cells if cell]
             train, test = ([number(c.split(" (")[i]) for c in cells] for i in (1, 0))
             style = {"color": color, "marker": marker, "markersize": 4}
-            axes.plot(samples, train, label=f"{name}, training", **style)
-            axes.plot(samples, test, linestyle="--", label=f"{name}, test", **style)
+            x = samples[: len(cells)]
+            axes.plot(x, train, label=f"{name}, training", **style)
+            axes.plot(x, test, linestyle="--", label=f"{name}, test", **style)
         axes.set(xscale="log", title=row, xlabel="training samples")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("bound per image, nats")
