@@ -135,8 +135,52 @@ def mnist() -> None:
     figure.savefig(IMAGES / "mnist_convolutional.png", dpi=120)
 
 
+def aevb_dimensions() -> None:
+    """Draw the bounds of AEVB and wake-sleep over training samples, one panel per latent space."""
+    table = read("aevb_dimensions")
+    columns = table.header[1:-1]
+    samples = [number(column) for column in columns]
+    rows = {row[0].rsplit(": ", 1)[0]: None for row in table.rows}
+    figure = Figure(figsize=(2.6 * len(rows), 3.4), layout="constrained")
+    series = {"AEVB": (BLUE, "s"), "wake-sleep": (ORANGE, "^")}
+    for axes, row in zip(figure.subplots(1, len(rows)), rows, strict=True):
+        for name, (color, marker) in series.items():
+            cells = [table(f"{row}: {name}", column) for column in columns]
+            cells = [cell for cell in cells if cell]
+            train, test = ([number(c.split(" (")[i]) for c in cells] for i in (1, 0))
+            style = {"color": color, "marker": marker, "markersize": 4}
+            x = samples[: len(cells)]
+            axes.plot(x, train, label=f"{name}, training", **style)
+            axes.plot(x, test, linestyle="--", label=f"{name}, test", **style)
+        axes.set(xscale="log", title=row, xlabel="training samples")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("bound per image, nats")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(IMAGES / "aevb_dimensions.png", dpi=120)
+
+
+def moving_mnist() -> None:
+    """Draw the bound of four estimators of a position over the epochs."""
+    table = read("moving_mnist")
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    columns = table.header[1:5]
+    epochs = [number(column) for column in columns]
+    for row, (color, marker) in zip(table.rows, STYLES, strict=False):
+        values = [table(row[0], column) for column in columns]
+        errors = [number(value.split("±")[1]) for value in values]
+        style = {"color": color, "marker": marker, "capsize": 3, "label": row[0]}
+        axes.errorbar(epochs, [number(value) for value in values], errors, **style)
+    axes.set(xlabel="epoch", ylabel="negative ELBO of test frames, nats", xticks=epochs)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(IMAGES / "moving_mnist.png", dpi=120)
+
+
 if __name__ == "__main__":
     hero()
     posteriors()
     frontier()
     mnist()
+    moving_mnist()
+    aevb_dimensions()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["add_data_flags", "color", "digits", "frey", "mnist"]
+__all__ = ["add_data_flags", "add_device_flag", "color", "digits", "frey", "mnist"]
 
 
 def add_data_flags(parser: argparse.ArgumentParser, default: str | None = "data") -> None:
@@ -25,6 +25,12 @@ def add_data_flags(parser: argparse.ArgumentParser, default: str | None = "data"
     parser.add_argument("--data-root", type=Path, default=path, metavar="DIR", help=text)
     text = "download missing data with torchvision"
     parser.add_argument("--download", action="store_true", help=text)
+
+
+def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag ``--device``."""
+    text = "of the networks and the data: cpu, cuda, cuda:1, ..."
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help=text)
 
 
 def mnist(root: Path, train: bool, download: bool = False) -> tuple[Tensor, Tensor]:

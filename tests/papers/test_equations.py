@@ -73,6 +73,34 @@ def test_estimators_a_and_b_on_a_minibatch(analytic_kl):
     assert elbo.loss(model, guide, index) == pytest.approx(-N / M * bound.sum().item())
 
 
+def test_full_variational_bayes_of_the_weights():
+    """Eq. 21 and 24: N/M times the data, and the KL divergence of the weights once."""
+    index = torch.tensor([1, 4, 10])
+    loc, scale = torch.tensor([0.8, -0.3]).double(), torch.tensor([0.3, 0.2]).double()
+
+    def full_model(index):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with pyro.plate("data", N, subsample=index):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(w[0] * torch.sin(z) + w[1], 0.5), obs=X[index])
+
+    def full_guide(index):
+        pyro.sample("w", dist.Normal(loc, scale).to_event(1))
+        guide(index)
+
+    pyro.set_rng_seed(5)
+    w = dist.Normal(loc, scale).rsample()
+    z = dist.Normal(0.7 * X[index], 0.6).rsample()
+    mean = 0.7 * X[index]
+    of_latents = 0.5 * (1 + math.log(0.6**2) - mean**2 - 0.6**2)
+    of_weights = 0.5 * (1 + (scale**2).log() - loc**2 - scale**2).sum()
+    likelihood = dist.Normal(w[0] * torch.sin(z) + w[1], 0.5).log_prob(X[index])
+    bound = N / M * (likelihood + of_latents).sum() + of_weights
+    pyro.set_rng_seed(5)
+    loss = TraceSGVB_ELBO(max_plate_nesting=1).loss(full_model, full_guide, index)
+    assert loss == pytest.approx(-bound.item())
+
+
 # Burda et al. (2016), and the notation of Thin et al. (2021)
 
 

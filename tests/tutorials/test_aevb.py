@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*argv: str) -> str:
-    command = [sys.executable, "-W", "error", str(ROOT / "tutorials" / "aevb" / "figures.py")]
+def run(*argv: str, script: str = "figures.py") -> str:
+    command = [sys.executable, "-W", "error", str(ROOT / "tutorials" / "aevb" / script)]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CI": "1", "PATH": ""}
     done = subprocess.run(
         [*command, *argv], capture_output=True, text=True, env=environment, check=False
@@ -57,3 +57,16 @@ def test_figures(tmp_path: Path, figure: str, objectives: list[str]) -> None:
         image.unlink()
         run("--redraw", "--out", str(tmp_path))
         assert image.exists()
+
+
+@pytest.mark.slow
+def test_a_posterior_over_weights(tmp_path: Path) -> None:
+    run("--smoke", "--out", str(tmp_path), script="weights.py")
+    with (tmp_path / "weights.csv").open() as file:
+        points, posterior = csv.DictReader(file)
+    assert (points["guide"], posterior["guide"]) == ("points", "posterior")
+    for row in (points, posterior):
+        assert -60 < float(row["test_bound"]) < -20
+    # Both have the same start; only the posterior pays for its weights by their KL divergence.
+    assert float(points["test_bound"]) == pytest.approx(float(posterior["test_bound"]), abs=3)
+    assert (tmp_path / "weights.png").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pyro import poutine
 
 from tutorials.annealing import ppca_gaps, ring
 
@@ -38,31 +39,56 @@ def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "ppca_gaps.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Twenty steps leave a guide that misses most of the ring, which the log says.
-@pytest.mark.filterwarnings("ignore:the Pareto k of the weights")
 @pytest.mark.slow
-def test_the_ring_of_every_objective(tmp_path: Path) -> None:
-    result = ring.main(["--steps", "20", "--draws", "200", "--out", str(tmp_path)])
-    rows = read(tmp_path / "ring.csv")
+# A few steps leave guides that miss most of the ring.
+@pytest.mark.filterwarnings("ignore:the Pareto k of the weights")
+@pytest.mark.parametrize("learn", [False, True])
+def test_the_ring_of_every_objective(tmp_path: Path, learn: bool) -> None:
+    sizes = ["--steps", "3", "--data", "200", "--draws", "200", "--out", str(tmp_path)]
+    result = ring.main([*sizes, *(["--learn"] * learn)])
+    stem = "ring_learned" if learn else "ring"
+    rows = read(tmp_path / f"{stem}.csv")
     assert [row["objective"] for row in rows] == [method.name for method in result]
-    exact = ring.log_evidence()
-    for method in result:
-        assert method.bound < exact + 5 * method.error, method.name
+    if learn:
+        assert len({method.xi for method in result}) > 1
+    for method, row in zip(result, rows, strict=True):
+        assert (method.xi, method.zeta) != (ring.XI, ring.ZETA) if learn else method.xi == ring.XI
+        assert method.bound < float(row["likelihood"]) + 5 * method.error, method.name
+        # No xi and zeta are better than the maximum of the likelihood.
+        assert float(row["likelihood"]) < float(row["log_evidence"]) + 1e-5
         assert method.draws is not None
         assert method.draws.shape == (200, 2)
-        if method.refined is not None:
-            assert method.refined.isfinite().all()
-            assert method.refined.shape[1] == 2
-    assert (tmp_path / "ring.png").read_bytes().startswith(b"\x89PNG")
+        assert (method.refined is None) == (method.name in ("VAE", "Real NVP"))
+    assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_rings_evidence_in_polar_coordinates() -> None:
     # r^2 of two standard normal variables is exponential with mean 2.
-    square = torch.linspace(0, 40, 400_001, dtype=torch.float64)
+    square = torch.linspace(0, 60, 600_001, dtype=torch.float64)
     density = torch.exp(-square / 2) / 2
-    likelihood = torch.distributions.Normal(ring.XI * (square + ring.ZETA), ring.SIGMA)
-    total = torch.trapezoid(density * likelihood.log_prob(torch.tensor(ring.X)).exp(), square)
-    assert ring.log_evidence() == pytest.approx(math.log(total), abs=1e-4)
+    for x in (-1.0, 5.0, 20.0):
+        likelihood = torch.distributions.Normal(1.5 * (square + 0.7), ring.SIGMA)
+        total = torch.trapezoid(density * likelihood.log_prob(torch.tensor(x)).exp(), square)
+        exact = ring.log_evidence(torch.tensor(x).double(), 1.5, 0.7)
+        assert exact == pytest.approx(total.log().item(), abs=1e-4)
+
+
+def test_the_maximum_of_the_rings_likelihood() -> None:
+    x = ring.make_data(20_000)
+    # Four standard errors: x has mean xi (2 + zeta), and variance 4 xi^2 + sigma^2.
+    assert ring.most_likely(x) == pytest.approx((ring.XI, ring.ZETA), abs=0.06)
+
+
+def test_real_nvp_has_a_density() -> None:
+    """The density of a guide with coupling layers integrates to one."""
+    guide, x = ring.Guide(layers=3), torch.tensor([ring.X])
+    side = torch.linspace(-9, 9, 901)
+    grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1).reshape(-1, 1, 2)
+    with torch.no_grad():
+        trace = poutine.trace(poutine.condition(guide, {"z": grid})).get_trace(x)
+        trace.compute_log_prob()
+    total = trace.nodes["z"]["log_prob"].exp().sum() * (18 / 900) ** 2
+    assert total.item() == pytest.approx(1, abs=0.01)
 
 
 def test_the_distance_of_angles() -> None:

@@ -7,6 +7,7 @@ import matplotlib.image
 import pyro
 import pytest
 import torch
+from PIL import Image
 
 from pyro_mcvae import EvolutionaryUpdate, TruncatedPosterior
 
@@ -169,3 +170,39 @@ def test_correlated_bars_are_learned_near_the_truth():
     assert ((result / true - 1).abs() < 0.3).all()
     gap = correlated.evidence(truth, model.images) - correlated.evidence(model, model.images)
     assert gap.mean().abs() < 0.5
+
+
+def test_a_deepened_decoder_has_the_same_outputs():
+    natural = load("natural_images")
+    linear = natural.mlp(6, 9)
+    deep = natural.deepened(linear)
+    z = torch.bernoulli(torch.full((20, 6), 0.4))
+    assert torch.equal(deep(z), linear(z))
+    assert [layer.out_features for layer in deep[::2]] == [6, 6, 9]
+
+
+def test_whitened_patches_are_uncorrelated_in_their_components():
+    natural = load("natural_images")
+    steps = torch.randn(60, 60).cumsum(0).cumsum(1)
+    patches = natural.whitened(steps.exp(), 500, side=4, kept=0.95)
+    values = torch.linalg.eigvalsh(patches.T @ patches / 500)
+    kept = values > 0.5
+    assert 0 < kept.sum() < 15
+    assert torch.allclose(values, kept.float(), atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", [False, True])
+def test_decoders_of_natural_images(tmp_path, scaling):
+    path = tmp_path / "image.tiff"
+    Image.fromarray(torch.randint(4000, (40, 40)).numpy().astype("uint16")).save(path)
+    options = ["--image", str(path), "--paper", "--smoke", "--latents", "12"]
+    options += ["--out", str(tmp_path), *["--scaling"] * scaling]
+    curves = load("natural_images").main(options)
+    if scaling:
+        assert list(curves) == ["12 latents"]
+        return
+    assert list(curves) == ["linear, first", "linear", "deep"]
+    assert (tmp_path / "natural_images.png").exists()
+    # Two epochs of few patches change little after the common start.
+    assert abs(curves["deep"][0] - curves["linear"][0]) < 0.02 * abs(curves["linear"][0])

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,9 @@ class Data:
     test: Tensor
     binary: bool
 
+    def to(self, device: torch.device) -> "Data":
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
 
 def load(name: str, root: Path, download: bool = False) -> Data:
     """
@@ -141,7 +144,7 @@ class Training:
         svi = SVI(self.vae.model, guide, pyro.optim.Adagrad(options), loss=OBJECTIVES[self.name]())
         waiting = list(marks)
         while waiting:
-            for rows in torch.randperm(n).split(self.batch_size):
+            for rows in torch.randperm(n, device=self.images.device).split(self.batch_size):
                 start = time.process_time()
                 x = self.images.index_select(0, rows)
                 for _ in range(times):

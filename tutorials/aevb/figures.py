@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
-from data import add_data_flags
+from data import add_data_flags, add_device_flag
 from results import commit, machine, write
 
 from pyro_mcvae.evaluation.plots import STYLES
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
         for latent in args.latent:
             for name in args.objectives:
                 pyro.set_rng_seed(args.seed)
-                vae = VAE(train.shape[-1], args.hidden, latent, data.binary)
+                vae = VAE(train.shape[-1], args.hidden, latent, data.binary).to(args.device)
                 rate = args.learning_rate or LEARNING_RATES[name]
                 training = Training(name, vae, train, args.batch_size, rate)
                 label = f"{data.name} {size}, {latent} latents, {name}"
@@ -208,6 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=positive, default=100)
     add("--learning-rate", type=float, help="learning rate of Adagrad; default: one per objective")
     add("--seed", type=int, default=0)
+    add_device_flag(parser)
     add("--out", type=Path, default=Path("aevb"), metavar="DIR")
     add("--redraw", action="store_true", help="plot the CSV of an earlier run")
     add("--paper", action="store_true", help="settings of the paper, on mnist or frey")
@@ -244,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> list[Point]:
     if args.redraw:
         points = read(stem.with_suffix(".csv"))
     else:
-        points = run(args, load(args.dataset, args.data_root, args.download))
+        data = load(args.dataset, args.data_root, args.download)
+        points = run(args, data.to(args.device))
     draw(points, stem.with_suffix(".png"))
     print(f"\n{stem}.csv and {stem}.png")
     return points

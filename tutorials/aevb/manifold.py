@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
-from data import add_data_flags
+from data import add_data_flags, add_device_flag
 from results import Results
 
 SIDES = {"digits": (8, 8), "mnist": (28, 28), "frey": (28, 20)}
@@ -32,7 +32,7 @@ HIDDEN = {"digits": 100, "mnist": 500, "frey": 200}
 
 def trained(data: Data, hidden: int, latent: int, samples: int, seed: int) -> VAE:
     pyro.set_rng_seed(seed)
-    vae = VAE(data.train.shape[-1], hidden, latent, data.binary)
+    vae = VAE(data.train.shape[-1], hidden, latent, data.binary).to(data.train.device)
     for _ in Training("AEVB", vae, data.train, 100, LEARNING_RATES["AEVB"]).run([samples]):
         pass
     return vae
@@ -48,13 +48,15 @@ def manifold(count: int) -> Tensor:
 @torch.no_grad()
 def tiles(vae: VAE, z: Tensor, sides: tuple[int, int], columns: int) -> Tensor:
     """Return the decoder's means of latents as one image."""
-    images = vae.likelihood(z).mean.clamp(0, 1).reshape(-1, columns, *sides)
+    weight = next(vae.parameters())
+    images = vae.likelihood(z.to(weight)).mean.cpu().clamp(0, 1).reshape(-1, columns, *sides)
     return torch.cat([torch.cat(list(row), 1) for row in images], 0)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_data_flags(parser)
+    add_device_flag(parser)
     parser.add_argument("--dataset", choices=list(SIDES), default="digits")
     parser.add_argument("--hidden", type=int, help="default: the paper's")
     parser.add_argument("--samples", type=float, default=100_000, help="training samples")
@@ -70,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
         samples, args.grid = 200, 3
     torch.set_num_threads(1)
     pyro.enable_validation(False)
-    data, sides = load(args.dataset, args.data_root, args.download), SIDES[args.dataset]
+    data = load(args.dataset, args.data_root, args.download).to(args.device)
+    sides = SIDES[args.dataset]
     results = Results(args.out / f"manifold_{args.dataset}.csv", args.seed, argv)
     paths, panels = [], {}
     for latent in args.latent if args.dataset != "frey" else [2]:

@@ -82,6 +82,7 @@ def longer_steps() -> UnderdampedLangevin:
 # The losses to compare. Step sizes adapt by default.
 OBJECTIVES: dict[str, Callable[[], Any]] = {
     "ELBO": lambda: TraceSGVB_ELBO(),
+    "IWAE-3": lambda: TraceIWAE_ELBO(3),
     "IWAE-5": lambda: TraceIWAE_ELBO(5),
     "IWAE-10": lambda: TraceIWAE_ELBO(10),
     "IWAE-50": lambda: TraceIWAE_ELBO(50),
@@ -91,6 +92,8 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "SIS-5-ULA": lambda: TraceSIS_ELBO(5, ULA()),
     "SIS-10-ULA": lambda: TraceSIS_ELBO(10, ULA()),
     # In the coordinates of the paper. Other chains move the noise of the encoder.
+    "SIS-1-ULA-latent": lambda: TraceSIS_ELBO(1, ULA(), coordinates="latent"),
+    "SIS-3-ULA-latent": lambda: TraceSIS_ELBO(3, ULA(), coordinates="latent"),
     "SIS-5-ULA-latent": lambda: TraceSIS_ELBO(5, ULA(), coordinates="latent"),
     "SIS-10-ULA-latent": lambda: TraceSIS_ELBO(10, ULA(), coordinates="latent"),
     "SIS-5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin()),

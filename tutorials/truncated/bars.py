@@ -30,6 +30,7 @@ from pyro_mcvae import (
 )
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from data import add_device_flag
 from results import Results
 
 SIDE, NUM_BARS, PI, SIGMA, HEIGHT = 4, 8, 2 / 8, 0.1, 1.0
@@ -58,7 +59,7 @@ class Model(nn.Module):
         if linear:
             self.decoder: nn.Module = nn.Linear(NUM_BARS, SIDE**2, bias=False)
             # With unequal starts, one field may learn two bars before another has learned any.
-            fraction = images.mean(0) / (NUM_BARS * PI)
+            fraction = images.mean(0).cpu() / (NUM_BARS * PI)
             noise = 0.1 * torch.randn(SIDE**2, NUM_BARS)
             self.decoder.weight.data = fraction.unsqueeze(-1) + noise
         else:
@@ -70,6 +71,7 @@ class Model(nn.Module):
         # Buffers, because they have closed-form updates.
         self.register_buffer("pi", torch.full((NUM_BARS,), 1.0 / NUM_BARS))
         self.register_buffer("sigma", images.std())
+        self.to(images.device)
 
     def forward(self, index: Tensor) -> None:
         with pyro.plate("images", len(self.images), subsample=index):
@@ -80,7 +82,8 @@ class Model(nn.Module):
     @torch.no_grad()
     def fields(self) -> Tensor:
         """Return the images that each latent adds to the empty image, shape [8, 16]."""
-        return self.decoder(torch.eye(NUM_BARS)) - self.decoder(torch.zeros(1, NUM_BARS))
+        units = torch.eye(NUM_BARS).to(self.images)
+        return (self.decoder(units) - self.decoder(0 * units)).cpu()
 
 
 def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> list[float]:
@@ -122,7 +125,7 @@ def evidence(model: Model) -> float:
 def true_model(images: Tensor) -> Model:
     """Return the model that generated the images."""
     model = Model(images, linear=True)
-    model.decoder.weight.data = bars().t()
+    model.decoder.weight.data.copy_(bars().t())
     model.pi.fill_(PI)
     model.sigma.fill_(SIGMA)
     return model
@@ -175,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--linear", action="store_true", help="a linear decoder")
     parser.add_argument("--paper", action="store_true", help="ten starts")
+    add_device_flag(parser)
     parser.add_argument("--output", type=Path, default=Path("bars.png"))
     args = parser.parse_args(argv)
     if args.paper:
@@ -186,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"true: {NUM_BARS} bars, pi {PI:.3f}, sigma {SIGMA:.3f}")
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         pyro.set_rng_seed(seed)
-        images = make_data(500)[0]
+        images = make_data(500)[0].to(args.device)
         model, own = best_of(images, args.starts, args.epochs, args.linear)
         exact, truth = evidence(model), evidence(true_model(images))
         count, pi, sigma = score(model)

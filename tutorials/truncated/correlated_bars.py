@@ -23,6 +23,7 @@ from pyro_mcvae import EvolutionaryUpdate, TraceTruncated_ELBO, TruncatedPosteri
 from pyro_mcvae.evaluation.plots import STYLES
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from data import add_device_flag
 from results import Results
 
 SIDE, NUM_BARS, PI, SIGMA = 4, 8, 2 / 8, 0.1
@@ -49,10 +50,11 @@ class Model(nn.Module):
         # The initial network is linear: each latent has a separate unit and field.
         self.first.weight.data = torch.eye(NUM_BARS)
         self.first.weight.requires_grad_(not linear)
-        fraction = images.mean(0) / (NUM_BARS * PI)
+        fraction = images.mean(0).cpu() / (NUM_BARS * PI)
         self.second.weight.data = fraction.unsqueeze(-1) + 0.1 * torch.randn(SIDE**2, NUM_BARS)
         self.logits = nn.Parameter(torch.full((NUM_BARS,), 1.0 / NUM_BARS).logit())
         self.log_sigma = nn.Parameter(0.5 * images.var().log())
+        self.to(images.device)
 
     def forward(self, index: Tensor) -> None:
         with pyro.plate("images", len(self.images), subsample=index):
@@ -124,7 +126,7 @@ def ratios(model: Model) -> Tensor:
     """
     result, images = pairs()
     discouraged = torch.tensor([set(p) in [set(q) for q in PAIRS] for p in result])
-    value = evidence(model, images)
+    value = evidence(model, images.to(model.images)).cpu()
     return value[discouraged] - value[~discouraged].mean()
 
 
@@ -147,13 +149,13 @@ def draw(learned: Model, linear: Model, curves: dict[str, list[list[float]]], pa
         ("two layers", learned, blue),
         ("linear", linear, orange),
     ):
-        at = evidence(model, images)
+        at = evidence(model, images.to(model.images)).cpu()
         middle.plot(truth, at, linestyle="", marker=marker, ms=4, color=color, label=name)
     ends = [float(truth.min()), float(truth.max())]
     middle.plot(ends, ends, "k-", lw=0.6)
     middle.set(title="Images of two bars", xlabel="true log p(x), nats", ylabel="learned")
     middle.legend()
-    weight = learned.first.weight.detach()
+    weight = learned.first.weight.detach().cpu()
     right.imshow(weight, cmap="RdBu", vmin=-1.5, vmax=1.5)
     right.set(title="First layer, learned", xlabel="latent", ylabel="unit")
     figure.savefig(path, dpi=150)
@@ -165,11 +167,12 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     parser.add_argument("--starts", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    add_device_flag(parser)
     parser.add_argument("--output", type=Path, default=Path("correlated_bars.png"))
     args = parser.parse_args(argv)
     pyro.enable_validation(False)
     pyro.set_rng_seed(args.seed)
-    images = make_data(args.images)
+    images = make_data(args.images).to(args.device)
     best, curves = {}, {}
     for name in ("two layers", "linear"):
         models = [Model(images, linear=name == "linear") for _ in range(args.starts)]

@@ -41,6 +41,7 @@ from pyro_mcvae import (
 )
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from data import add_device_flag
 from results import Results
 
 MUTATIONS = {"informed": InformedFlips, "uniform": UniformFlips}
@@ -186,6 +187,7 @@ def main(argv: list[str] | None = None) -> float:
         help="continue from the checkpoint in --out; --epochs may change",
     )
     add("--seed", type=int, default=0)
+    add_device_flag(parser)
     add("--paper", action="store_true", help="search of the paper, for 500 epochs")
     add("--smoke", action="store_true", help="a trial run of two epochs on a small crop")
     add("--out", type=Path, default=Path("results"), metavar="DIR")
@@ -203,10 +205,12 @@ def main(argv: list[str] | None = None) -> float:
     known = torch.rand_like(truth) >= args.missing
     shape = (truth.shape[0], truth.shape[1])
     patches, there = (
-        unfold(image[None, None].float(), args.side)[0].t().contiguous() for image in (noisy, known)
+        unfold(image[None, None].float(), args.side)[0].t().contiguous().to(args.device)
+        for image in (noisy, known)
     )
     hidden = 0 if args.linear else args.hidden or args.side**2
     model = Patches(patches, there.bool(), args.latents, hidden, args.start_sigma, args.closed_form)
+    model = model.to(args.device)
     mutation = MUTATIONS[args.mutation]()
     evolution = EvolutionaryUpdate(*args.search, mutation=mutation, elitist=args.elitist)
     guide = TruncatedPosterior(model, args.states, evolution=evolution)
@@ -252,7 +256,7 @@ def main(argv: list[str] | None = None) -> float:
             update.update()
         seconds += time.process_time() - start
         if epoch % args.every == 0 or epoch == args.epochs:
-            clean = merge(restore(model, guide), shape, args.side, args.window)
+            clean = merge(restore(model, guide).cpu(), shape, args.side, args.window)
             result, bound = psnr(clean, truth), -float(total) / len(patches)
             results.add(epoch=epoch, psnr=result, free_energy=bound, train_seconds=seconds)
             save_checkpoint(checkpoint, parts, epoch=epoch, seconds=seconds, rows=results.rows)
