@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import logging
 from array import array as array_of_numbers
 from collections import deque
@@ -34,6 +36,7 @@ from pyro_mcvae.programs.outside_values import (
     GeneratorStates,
     array_content,
     attribute,
+    can_be_split,
     contents,
     flat_items,
     is_plain,
@@ -73,6 +76,7 @@ class OutsideState:
     """
 
     def __init__(self, read: Dependencies, generators: bool = True) -> None:
+        self._iterators = _split_iterators(read)
         modules = [o for o in read.objects if isinstance(o, nn.Module)]
         spaces = [vars(o) for o in read.objects if _is_left(o)]
         left = {id(v) for space in spaces for v in (space, *space.values())}
@@ -141,6 +145,8 @@ class OutsideState:
                 put_back(entry)
         for tensor in self._tensors:
             tensor.put_back()
+        for iterator in self._iterators:
+            iterator.put_back()
         if self._generators is not None:
             self._generators.put_back()
         return next((n for n, now in found if isinstance(now, Tensor) and is_mapped(now)), "")
@@ -239,6 +245,37 @@ class _SavedTensor:
             return
         with torch.no_grad(), self._version:
             self._tensor.detach().copy_(self._copy)
+
+
+class _SavedIterator:
+    """
+    The items of an iterator from now on.
+
+    From now on its places hold another iterator over the same items, because a run takes them.
+
+    :param places: the entries that have the iterator.
+    """
+
+    def __init__(self, iterator: Iterator[object], places: list[Entry]) -> None:
+        self._places = places
+        taken, self._kept = itertools.tee(iterator)
+        self._use(taken)
+
+    def put_back(self) -> None:
+        self._use(copy.copy(self._kept))
+
+    def _use(self, iterator: Iterator[object]) -> None:
+        for entry in self._places:
+            put_back(entry._replace(value=iterator))
+
+
+def _split_iterators(read: Dependencies) -> list[_SavedIterator]:
+    places: dict[int, list[Entry]] = {}
+    for entry in read.entries:
+        now = entry.get(entry.key)
+        if can_be_split(now):
+            places.setdefault(id(now), []).append(entry)
+    return [_SavedIterator(cast(Any, e[0].get(e[0].key)), e) for e in places.values()]
 
 
 def _pairs(container: Any, before: Any) -> list[tuple[object, object]]:

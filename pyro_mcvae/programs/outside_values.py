@@ -6,7 +6,6 @@ import array
 import dis
 import functools
 import gc
-import itertools
 import operator
 import random
 import sys
@@ -42,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated
 
@@ -142,6 +142,7 @@ _MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
 _SHORT = 64
 _TOO_MANY = "too many to compare at each step"
 MISSING = object()
+_OF_LOADERS = (_BaseDataLoaderIter,)
 # Classes of libraries whose objects keep state in attributes.
 _WITH_ATTRIBUTES = (SimpleNamespace, Namespace, UserDict, UserList, Queue, Optimizer, LRScheduler)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -220,7 +221,7 @@ class Dependencies:
     :ivar functions: the executed functions of the programs.
     :ivar generators: random number generators other than PyTorch's.
     :ivar torch_generators: those of PyTorch, other than the default ones.
-    :ivar iterator: the first iterator, whose items are gone when they have been read.
+    :ivar iterator: the first iterator whose items are gone when they have been read.
     :ivar unsupported: the first read that cannot be compared, if any.
     """
 
@@ -374,7 +375,7 @@ class Dependencies:
         elif isinstance(value, SynchronizedBase) and hasattr(value, "value"):
             yield Entry(_of_processes, value, _of_processes(value), name)
         elif isinstance(value, Iterator) and not is_of_the_user(value):
-            if not isinstance(value, itertools.count):  # gives names or ids
+            if not can_be_split(value):
                 self.iterator = self.iterator or name
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
         if isinstance(value, ELBO):
@@ -657,6 +658,13 @@ def _is_written_in(module: ModuleType) -> bool:
     path = getattr(module, "__file__", None)
     numeric = module.__name__.partition(".")[0] == "numpy"
     return bool(path) and not numeric and not is_core_file(str(path))
+
+
+def can_be_split(value: object) -> bool:
+    """Return whether :func:`itertools.tee` may take the place of an iterator, unlike of a file."""
+    kind = type(value)
+    is_plain_one = kind.__module__ in ("builtins", "itertools") or isinstance(value, _OF_LOADERS)
+    return is_plain_one and isinstance(value, Iterator)
 
 
 def _requires_grad(value: Any) -> object:

@@ -1,5 +1,6 @@
 """How often the programs of a user run, and what they see when they do."""
 
+import itertools
 import random
 import threading
 from array import array as array_of_numbers
@@ -579,21 +580,50 @@ def test_particles_do_not_share_numbers_of_the_programs_generators(kind):
         assert len(set(shown)) >= 5
 
 
-def test_an_iterator_is_warned_of_once(caplog):
-    items = iter(range(1000))
+ITERATORS = {
+    "list": lambda: iter([*range(100)]),
+    "generator": lambda: (number for number in range(100)),
+    "cycle": lambda: itertools.cycle(range(7)),
+    "zip": lambda: (a + b for a, b in zip(range(100), itertools.count(), strict=False)),
+    "loader": lambda: map(int, iter(torch.utils.data.DataLoader(range(100)))),
+}
+
+
+@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis"])
+def test_each_step_takes_one_item_of_an_iterator(name, make):
+    items, again, shown = {"next": make()}, make(), []
 
     def model(x):
-        next(items)
+        shown.append(next(items["next"]))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1) + shown[-1], 1.0), obs=x[:, 0])
+
+    svi = training(model, name)
+    for step in range(1, 10):
+        shown.clear()
+        svi.step(X)
+        item = next(again)
+        assert shown[0] == item
+        assert step & (step - 1) == 0 or set(shown) == {item}
+
+
+def test_a_file_is_warned_of_once(tmp_path, caplog):
+    (tmp_path / "numbers").write_text("1\n" * 100)
+
+    def model(x):
+        float(next(lines))
         with pyro.plate("data", len(x)):
             z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
             pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
 
-    svi = training(model, "iwae")
-    for _ in range(4):
-        svi.step(X)
-    lines = [r.getMessage() for r in caplog.records if "iterator" in r.getMessage()]
-    assert len(lines) == 1
-    assert "'items'" in lines[0]
+    with (tmp_path / "numbers").open() as lines:
+        svi = training(model, "iwae")
+        for _ in range(4):
+            svi.step(X)
+    (text,) = [r.getMessage() for r in caplog.records if "iterator" in r.getMessage()]
+    assert "'lines'" in text
 
 
 def test_losses_that_are_compared_begin_with_the_same_counters():

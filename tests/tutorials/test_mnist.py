@@ -70,7 +70,7 @@ def test_training_stops_at_the_time_that_was_given(
     seconds = itertools.count(0.0, 0.06)  # of each step
     clock = SimpleNamespace(process_time=lambda: next(seconds), monotonic=lambda: 0.0)
     monkeypatch.setattr(mnist, "time", clock)
-    argv = ["--objectives", "ELBO", "--seconds", "0.2", "--limit", "200", "--test-images", "20"]
+    argv = ["--objectives", "ELBO", "--seconds", "0.2", "--limit", "200", "--test-images", "2"]
     (result,) = mnist.main([*argv, "--out", str(tmp_path)])
     assert result.cpu_seconds == pytest.approx(0.24)  # the last step began before 0.2
     assert result.epochs == 2
@@ -118,7 +118,7 @@ def test_bad_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    argv = ["--objectives", "IWAE-5,SIS-5-default", "--limit", "200", "--test-images", "20"]
+    argv = ["--objectives", "IWAE-5,SIS-5-default", "--limit", "200", "--test-images", "2"]
     whole = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "whole")])
 
     stopped = tmp_path / "stopped"
@@ -156,7 +156,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_epochs_continue_a_finished_run(tmp_path: Path) -> None:
-    argv = ["--objectives", "ELBO", "--limit", "200", "--test-images", "20"]
+    argv = ["--objectives", "ELBO", "--limit", "200", "--test-images", "2"]
     mnist.main([*argv, "--epochs", "1", "--out", str(tmp_path / "continued")])
     (longer,) = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "continued")])
     (at_once,) = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "whole")])
