@@ -50,6 +50,7 @@ _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
 _MAX_COPIED = 2**22
 # Objects of torch.nn and Pyro are set up once, and a run does not update their attributes.
 _LIBRARIES = ("torch.nn.", "pyro.", "pyro_mcvae.")
+_OF_MODULES = frozenset(vars(nn.Module()))
 # Stands for an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
 
@@ -91,7 +92,8 @@ class OutsideState:
             for o in read.objects
             if hasattr(o, "__dict__") and not _is_of_a_library(o)
         ]
-        self._held = [(c, c.copy(), name) for c, name in containers if id(c) not in left]
+        containers = [(c, name) for c, name in containers if id(c) not in left]
+        self._held = [(c, c.copy(), name) for c, name in _with_inner(containers)]
         held = {id(c) for c, _, _ in self._held}
         self._values = [
             e._replace(value=e.get(e.key))
@@ -245,6 +247,20 @@ class _SavedTensor:
             return
         with torch.no_grad(), self._version:
             self._tensor.detach().copy_(self._copy)
+
+
+def _with_inner(containers: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """Add the containers inside, which may be newer than what is known of the programs."""
+    known = {id(c) for c, _ in containers}
+    found = [*containers]
+    for container, name in found:
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            is_own = isinstance(value, list | dict | set | deque) and key not in _OF_MODULES
+            if is_own and id(value) not in known:
+                known.add(id(value))
+                found.append((value, name))
+    return found
 
 
 class _SavedIterator:

@@ -580,6 +580,22 @@ def test_particles_do_not_share_numbers_of_the_programs_generators(kind):
         assert len(set(shown)) >= 5
 
 
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis"])
+def test_a_log_that_a_run_makes_has_an_entry_for_each_step(name):
+    logged = {}
+
+    def model(x):
+        logged.setdefault("mean", []).append(float(x.mean()))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
+
+    svi = training(model, name)
+    for step in range(1, 10):
+        svi.step(X)
+        assert len(logged["mean"]) == step
+
+
 ITERATORS = {
     "list": lambda: iter([*range(100)]),
     "generator": lambda: (number for number in range(100)),
