@@ -123,8 +123,9 @@ class Method:
     zeta: float = ZETA
 
 
-def methods(num_steps: int = 10) -> list[Method]:
-    """Return the losses of figure 1, all with ten evaluations of the density per datum or chain."""
+def methods() -> list[Method]:
+    """Return the losses of figure 1."""
+    num_steps = 10
     chain: dict[str, Any] = {"coordinates": "latent"}
     return [
         Method("VAE", TraceSGVB_ELBO()),
