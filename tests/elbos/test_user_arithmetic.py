@@ -1,5 +1,7 @@
 """Chains leave the arithmetic of programs alone: operators have PyTorch's numbers, bit for bit."""
 
+from queue import SimpleQueue
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -130,14 +132,14 @@ READING = {"numpy array", "item"}  # Python reads the latents' values
 def test_operators_have_the_numbers_of_pytorch(prior, reading):
     """Recorded within a chain, and computed again outside of it, at the same latents."""
     functions = {n: f for n, f in FUNCTIONS.items() if (n in READING) is reading}
-    runs = []
+    queue = SimpleQueue()  # the evaluations of a chain leave one entry in a list
 
     def model():
         with pyro.plate("data", N):
             z = pyro.sample("z", PRIORS[prior]())
             results = {name: f(z) for name, f in functions.items()}
             if all(map(is_plain, (z, *results.values()))):
-                runs.append((z.detach().clone(), results))
+                queue.put((z.detach().clone(), results))
             pyro.sample("x", dist.Normal(torch.zeros(N), 1.0), obs=torch.ones(N))
 
     def guide():
@@ -145,8 +147,8 @@ def test_operators_have_the_numbers_of_pytorch(prior, reading):
             pyro.sample("z", PRIORS[prior]())
 
     for make in (TraceSIS_ELBO, TraceAIS_ELBO):
-        runs.clear()
         make(2).loss_and_grads(model, guide)
+        runs = [queue.get() for _ in range(queue.qsize())]
         assert len(runs) > 2
         for z, results in runs:
             for name, result in results.items():
