@@ -293,7 +293,6 @@ class Surroundings:
             for key in space.keys() - before.keys():
                 del space[key]
         self._outside.put_back()
-        self._generators.put_back()
 
     @contextmanager
     def watched(self, mode: ReadingMode) -> Iterator[list[Tensor]]:

@@ -19,7 +19,7 @@ from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.ops.tensors import Generators
-from pyro_mcvae.programs.outside_state import OutsideState
+from pyro_mcvae.programs.outside_state import OF_MODULES, OutsideState
 from pyro_mcvae.programs.outside_values import Dependencies
 from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
@@ -27,7 +27,6 @@ from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The depth to which a program's closures, attributes and lists are searched for modules.
 _DEPTH = 4
-_OF_MODULES = frozenset(vars(nn.Module()))
 _OTHERS = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch), Trace)
 
@@ -53,7 +52,7 @@ def _parts(value: object) -> Iterator[object]:
     # This runs in every step, so the attributes of each nn.Module are left out.
     if isinstance(value, nn.Module):
         yield from value.children()
-        yield from (v for name, v in vars(value).items() if name not in _OF_MODULES)
+        yield from (v for name, v in vars(value).items() if name not in OF_MODULES)
         return
     if isinstance(value, list | tuple | dict):
         yield from value.values() if isinstance(value, dict) else value
@@ -138,7 +137,7 @@ def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bound.arguments
 
 
-# Probe runs of a model and guide, after which all state is restored.
+# Extra runs of a model and guide, after which all state is restored.
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from enum import Enum
-from itertools import zip_longest
 from threading import local
 from types import MemberDescriptorType
 from typing import Any, cast
@@ -50,7 +49,8 @@ _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
 _MAX_COPIED = 2**22
 # Objects of torch.nn and Pyro are set up once, and a run does not update their attributes.
 _LIBRARIES = ("torch.nn.", "pyro.", "pyro_mcvae.")
-_OF_MODULES = frozenset(vars(nn.Module()))
+# The attributes that every module has.
+OF_MODULES = frozenset(vars(nn.Module()))
 # Stands for an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
 
@@ -256,7 +256,7 @@ def _with_inner(containers: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
     for container, name in found:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in items:
-            is_own = isinstance(value, list | dict | set | deque) and key not in _OF_MODULES
+            is_own = isinstance(value, list | dict | set | deque) and key not in OF_MODULES
             if is_own and id(value) not in known:
                 known.add(id(value))
                 found.append((value, name))
@@ -265,9 +265,9 @@ def _with_inner(containers: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
 
 class _SavedIterator:
     """
-    The items of an iterator from now on.
+    The items of an iterator that a run may take.
 
-    From now on its places hold another iterator over the same items, because a run takes them.
+    Its places get another iterator over the same items.
 
     :param places: the entries that have the iterator.
     """
@@ -286,6 +286,7 @@ class _SavedIterator:
 
 
 def _split_iterators(read: Dependencies) -> list[_SavedIterator]:
+    """Save each iterator that programs read, with all the places that hold it."""
     places: dict[int, list[Entry]] = {}
     for entry in read.entries:
         now = entry.get(entry.key)
@@ -301,7 +302,7 @@ def _pairs(container: Any, before: Any) -> list[tuple[object, object]]:
         return [(before.get(k, MISSING), container.get(k, MISSING)) for k in keys]
     if isinstance(container, set):
         return [(_ADDED, v) for v in container - before]
-    return [*zip_longest(before, container, fillvalue=_ADDED)]
+    return [*itertools.zip_longest(before, container, fillvalue=_ADDED)]
 
 
 def _holds(container: Any, items: Any) -> bool:
