@@ -301,7 +301,7 @@ class LogWeight:
         return StateOfOneRun(buffers_of(read) if changes is Changes.BUFFERS else read)
 
     def _use_state(self, state: StateOfOneRun) -> None:
-        """Show the values of the first run to all others, if programs change them."""
+        """Evaluate in the outside state of the first run, if programs change that state."""
         changes, run = state.after_first(), self._run
         self._sampler.analyses.of(self.programs).cached(CHANGES, lambda: changes)
 

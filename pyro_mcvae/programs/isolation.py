@@ -1,4 +1,4 @@
-"""Find the modules of model and guide, and restore their state after a probe run."""
+"""Find the modules of model and guide, and restore their state after an extra run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-# Batch and instance normalization with fixed statistics, for probe runs.
+# Batch and instance normalization with fixed statistics, for extra runs.
 
 
 class FixedStatistics(TorchFunctionMode):

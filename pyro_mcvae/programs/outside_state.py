@@ -156,10 +156,10 @@ class OutsideState:
 
 class StateOfOneRun:
     """
-    Shows several runs what the first one saw outside, and leaves what the first one left.
+    Gives several runs the outside values of the first one, and counts all of them as one run.
 
-    A chain evaluates programs at each of its positions. If they count their calls, or keep a memory
-    of them, all of these are evaluations of one density, and count as one call.
+    A chain evaluates programs at each of its positions. Programs may count their calls or store
+    values. With this state all evaluations have the same density.
 
     :param read: what the programs read, before the first run.
     """
@@ -200,7 +200,7 @@ def _is_of_a_library(value: object) -> bool:
 
 def _is_left(value: object) -> bool:
     """
-    Return whether a run may change the state of an object.
+    Return whether an object is not restored.
 
     The first run sets up lazy modules and AutoGuides. The package restores its own objects itself.
     """
