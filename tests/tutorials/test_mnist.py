@@ -105,7 +105,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--objectives", "IWEA-10"], "unknown objective 'IWEA-10'; known are ELBO, IWAE-5"),
+        (["--objectives", "IWEA-10"], "unknown objective 'IWEA-10'; known are ELBO, "),
         (["--epochs", "0"], "must be positive, got 0"),
         (["--seconds", "-1"], "must be positive, got -1"),
     ],
