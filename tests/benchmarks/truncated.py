@@ -135,13 +135,17 @@ def draw(result, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from pyro_mcvae.evaluation.plots import palette
+
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes in (left, right):
+        axes.set_prop_cycle(palette())
     for name, points in result.items():
         values, seconds, memory, full = zip(*points, strict=True)
         fixed = ", ".join(f"{k} = {v}" for k, v in SCALES[name].items() if k != name)
         label = f"over {name} ({fixed}): slope {slope(points):.2f}"
-        left.loglog(values, seconds, "o-", label=label)
-        right.loglog(full, memory, "o", label=f"over {name}")
+        left.loglog(values, seconds, label=label)
+        right.loglog(full, memory, ls="", label=f"over {name}")
     left.set(xlabel="N, H or S", ylabel="CPU seconds of an epoch")
     everything = sorted(p[3] for points in result.values() for p in points)
     right.loglog(everything, everything, "k--", label="N S H bytes")

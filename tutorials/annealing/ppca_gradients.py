@@ -172,16 +172,19 @@ def draws(elbo: Any, model: PCA, guide: Guide, count: int) -> tuple[Tensor, list
 def draw(values: dict[str, list[Tensor]], path: Path) -> None:
     from matplotlib.figure import Figure
 
+    from pyro_mcvae.evaluation.plots import STYLES
+
     titles = ["log p-hat - log p, nats per datum"]
     titles += [f"gradient in theta_{i}, relative error" for i in range(2)]
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    for axes, title, part in zip(
-        figure.subplots(1, 3), titles, zip(*values.values(), strict=True), strict=True
-    ):
-        axes.boxplot([x.numpy() for x in part], showfliers=False)
-        axes.set_xticks(range(1, len(values) + 1), list(values), rotation=60, ha="right")
-        axes.axhline(0, lw=0.6, color="0.5")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels, middle = figure.subplots(1, 3, sharey=True), {"color": STYLES[1][0]}
+    for axes, title, part in zip(panels, titles, zip(*values.values(), strict=True), strict=True):
+        boxes = [x.numpy() for x in part]
+        axes.boxplot(boxes, orientation="horizontal", showfliers=False, medianprops=middle)
+        axes.axvline(0, lw=0.6, color="0.5")
         axes.set_title(title, fontsize=10)
+    panels[0].set_yticks(range(1, len(values) + 1), list(values))
+    panels[0].invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

@@ -37,10 +37,14 @@ def main(argv: list[str] | None = None) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from pyro_mcvae.evaluation.plots import palette
+
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis in axes:
+        axis.set_prop_cycle(palette())
     for label, epochs, seconds, psnr in runs:
         for axis, xs in zip(axes, (epochs, seconds), strict=True):
-            axis.plot(xs, psnr, ".-", label=label)
+            axis.plot(xs, psnr, ms=5, label=label)
     axes[0].set(xlabel="epochs", ylabel="PSNR (dB)")
     axes[1].set(xlabel="CPU seconds of training")
     axes[1].legend(fontsize=8)
