@@ -31,8 +31,6 @@ from pyro_mcvae.structure.marked import (
     single_values,
 )
 
-Values = dict[str, Tensor]
-
 # The contents of the leading dims of runs, for errors, and the remedies.
 
 

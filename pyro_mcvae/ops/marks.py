@@ -35,9 +35,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pyro_mcvae.ops.smoothing import SMOOTHED
+from pyro_mcvae.ops.tensors import tensors_in
 from pyro_mcvae.ops.vmap_dims import beneath, is_transformed
 
 # Bits in each 64-bit word of a mask; the sign bit is not used.
@@ -57,10 +58,6 @@ def union(mask: Tensor, dims: Iterable[int]) -> Tensor:
             half = (size + 1) // 2
             mask = mask.narrow(dim, 0, half) | mask.narrow(dim, size - half, half)
     return mask
-
-
-def _all_dims(mask: Tensor) -> range:
-    return range(1, mask.dim())
 
 
 def _inner(dim: int, ndim: int) -> int:
@@ -258,9 +255,8 @@ class Marks(TorchDispatchMode):
     def bits(self, *values: object) -> int:
         """Return the union of the bits of all tensors in a structure, as an int."""
         total = 0
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor):
-                total |= bits_of(self.mask(tensor))
+        for tensor in tensors_in(values):
+            total |= bits_of(self.mask(tensor))
         return total
 
     def steps(self, value: object) -> frozenset[Step]:
@@ -308,8 +304,8 @@ class Marks(TorchDispatchMode):
 
     def clear(self, value: object) -> None:
         """Remove the marks of new tensors."""
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and self.mask(tensor) is not None:
+        for tensor in tensors_in(value):
+            if self.mask(tensor) is not None:
                 self.write(tensor, 0)
 
     def read(self, bits: int, is_branch: bool = False) -> bool:
@@ -339,18 +335,16 @@ class Marks(TorchDispatchMode):
                 super().__exit__(None, None, None)
             if parts is not NotImplemented:
                 return parts
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((args, kwargs))
         masks = {}
         for tensor in tensors:
             if (mask := self.mask(tensor)) is not None:
                 masks[id(tensor)] = mask.clone() if func._schema.is_mutable else mask
-        # A generator that a program makes gives the same numbers to each run.
-        given = [g for g in (*args, kwargs.get("generator")) if isinstance(g, torch.Generator)]
-        is_draw = (
-            torch.Tag.nondeterministic_seeded in func.tags
-            and not self.at_site
-            and _identities(given) <= _identities(self.generators)
-        )
+        is_draw = _is_seeded(func) and not self.at_site
+        if is_draw:
+            # A generator that a program makes gives the same numbers to each run.
+            given = [g for g in (*args, kwargs.get("generator")) if isinstance(g, torch.Generator)]
+            is_draw = _identities(given) <= _identities(self.generators)
         if not (masks or is_draw) or _is_view(func):
             return func(*args, **kwargs)  # views share the shadow of their storage
         call = _Call(self, func, args, kwargs, tensors, masks)
@@ -360,7 +354,7 @@ class Marks(TorchDispatchMode):
                 return not func(*args, **kwargs)
         inputs, (steps, corners) = call.kept_inputs(), self._kept_steps(tensors, masks)
         result = func(*args, **kwargs)
-        results = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
+        results = tensors_in(result)
         draw = self._record(call, result) if is_draw else 0
         if masks or draw:
             call.inputs = inputs
@@ -372,8 +366,10 @@ class Marks(TorchDispatchMode):
                     continue
                 if call.is_view(tensor):
                     continue
-                extra = mask_of_bits(draw, self.words, tensor)
-                self.write(tensor, extra if mask is None else mask | extra)
+                if mask is None or draw:
+                    extra = mask_of_bits(draw, self.words, tensor)
+                    mask = extra if mask is None else mask | extra
+                self.write(tensor, mask)
                 if (shadow := self._shadow(tensor)) is not None:
                     new = self._new_steps(call, tensor)
                     is_corner = call.name in _CORNERS and tensor.is_floating_point()
@@ -390,8 +386,9 @@ class Marks(TorchDispatchMode):
         The product of z and its sign, for example, has a gradient, which jumps.
         """
         none = frozenset[Step]()
-        all_steps = none.union(*map(self.steps, tensors))
-        corners = none.union(*map(self.corners, tensors))
+        shadows = [s for t in tensors if (s := self._shadow(t)) is not None]
+        all_steps = none.union(*(s.steps for s in shadows))
+        corners = none.union(*(s.corners for s in shadows))
         if not all_steps:
             return none, corners
         smooth = 0
@@ -423,7 +420,7 @@ class Marks(TorchDispatchMode):
     def _record(self, call: _Call, result: Any) -> int:
         """Record a draw outside sample sites, repeat a recorded one, and return its bit."""
         name = call.name
-        drawn: Tensor = result[1] if name == "native_dropout" else tree_leaves(result)[0]
+        drawn: Tensor = result[1] if name == "native_dropout" else tensors_in(result)[0]
         if len(self.draws) < len(self._replayed):
             before = self._replayed[len(self.draws)].value
             if before.numel() and drawn.numel() % before.numel() == 0:
@@ -436,6 +433,12 @@ class Marks(TorchDispatchMode):
         return bit
 
 
+@cache
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
 def _is_view(func: Any) -> bool:
     """Return whether an operator only returns a view, or changes the shape of a tensor in place."""
     aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
@@ -707,8 +710,8 @@ class _Call:
     def _one(self, value: object) -> Tensor:
         """Return the union of all bits of a value: shape ``[words]``."""
         total = None
-        for tensor in tree_leaves(value):
-            mask = self.masks.get(id(tensor)) if isinstance(tensor, Tensor) else None
+        for tensor in tensors_in(value):
+            mask = self.masks.get(id(tensor))
             if mask is not None:
                 one = union(mask.flatten(1), [1]).squeeze(1) if mask.dim() > 1 else mask
                 total = one if total is None else total | one.to(total.device)
@@ -841,8 +844,7 @@ class _Call:
 
             args, kwargs = tree_map(moved, self.inputs)
             with torch.no_grad():
-                after = tree_leaves(self.func(*args, **kwargs))
-            moved_results = [v for v in after if isinstance(v, Tensor)]
+                moved_results = tensors_in(self.func(*args, **kwargs))
             for at, old, new in zip(changed, results, moved_results, strict=True):
                 at |= (old != new) & ~(old.isnan() & new.isnan())
         return [
@@ -909,7 +911,7 @@ class _Call:
     def _moved(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the moved marks; positions that depend on marks add theirs."""
         moving = [self.args[i] for i in _MOVED[self.name] if i < len(self.args)]
-        data = {id(t) for t in tree_leaves(moving) if isinstance(t, Tensor)}
+        data = set(map(id, tensors_in(moving)))
         steering = [t for t in self.tensors if id(t) not in data and self.is_marked(t)]
         if steering:
             return self._steered()
@@ -935,7 +937,7 @@ class _Call:
                     else (self._mask(value)[w])
                 )
 
-            words.append(tree_leaves(self.func(*tree_map(of, args), **tree_map(of, kwargs))))
+            words.append(tensors_in(self.func(*tree_map(of, args), **tree_map(of, kwargs))))
         return [torch.stack(parts) for parts in zip(*words, strict=True)]
 
     def _steered(self) -> list[Tensor | None]:
@@ -1131,8 +1133,8 @@ class _Call:
         count = self.args[0].shape[0]
         total = torch.zeros(self._words, 1, dtype=torch.int64, device=self.args[0].device)
         for i, value in enumerate(self.args):
-            for t in tree_leaves(value):
-                if not isinstance(t, Tensor) or id(t) not in self.masks:
+            for t in tensors_in(value):
+                if id(t) not in self.masks:
                     continue
                 batched = i == 0 or (
                     self.name.startswith(("grid_sampler", "_thnn", "nll_loss2d", "max_unpool"))
@@ -1286,10 +1288,7 @@ class _Call:
                 return copy.masked_fill((mask[word] >> bit & 1).bool(), math.nan)
 
             with torch.no_grad():
-                hit = tree_leaves(
-                    self.func(*tree_map(poisoned, args), **tree_map(poisoned, kwargs))
-                )
-            hit = [v for v in hit if isinstance(v, Tensor)]
+                hit = tensors_in(self.func(*tree_map(poisoned, args), **tree_map(poisoned, kwargs)))
             for mask, value in zip(masks, hit, strict=True):
                 if not value.is_floating_point():
                     mask[word] |= 1 << bit

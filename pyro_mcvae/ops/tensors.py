@@ -23,6 +23,23 @@ def as_shape(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 # Trees of tensors in tuples, lists and dicts.
 
+_NESTED = (list, tuple, dict)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, or in nested lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, _NESTED):
+        return []
+    found: list[Tensor] = []
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, _NESTED):
+            found += tensors_in(part)
+    return found
+
 
 @dataclass(frozen=True)
 class Tree:

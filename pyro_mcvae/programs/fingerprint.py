@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
+from pyro_mcvae.ops.tensors import tensors_in
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.outside_values import is_plain, is_written
 from pyro_mcvae.programs.source_lines import in_assertion, is_core
@@ -134,18 +135,18 @@ class Fingerprint(Messenger):
         if msg["type"] == "sample" and isinstance(msg["fn"], Distribution):
             about: list[object] = ["site"]  # names may be those of a minibatch
             observed = msg["value"] if msg["is_observed"] else ()
-            tensors = _describe(msg["fn"], about) + _tensors(observed)
+            tensors = _describe(msg["fn"], about) + tensors_in(observed)
             self._operations.append(_Operation(tuple(about), self._numbers_of(tensors), []))
         self._handling += 1
 
     def _postprocess_message(self, msg: Message) -> None:
         self._handling -= 1
         if msg["type"] == "param":
-            self._constants.update(id(t) for t in _tensors(msg["value"]))
-            self._outside += _tensors(msg["value"])
+            self._constants.update(id(t) for t in tensors_in(msg["value"]))
+            self._outside += tensors_in(msg["value"])
             return
         if not msg["is_observed"] and isinstance(msg["fn"], Distribution):  # not a minibatch
-            self._draws.update(id(t) for t in _tensors(msg["value"]))
+            self._draws.update(id(t) for t in tensors_in(msg["value"]))
         fn, value = msg["fn"], msg["value"]
         # The operations of a user's density are those of the program; a flow's were in its draw.
         if is_written(type(fn)) and isinstance(value, Tensor) and not may_cache(fn):
@@ -157,11 +158,11 @@ class Fingerprint(Messenger):
         if self._handling:
             return
         name = getattr(func, "__name__", "")
-        tensors = _tensors(args)
+        tensors = tensors_in(args)
         inputs = self._numbers_of(tensors)
         if name in _READS and _decides(caller):
             self._operations.append(_Operation((func,), inputs, [], True))
-        changed = _tensors(args[0] if name == "__setitem__" else result)
+        changed = tensors_in(args[0] if name == "__setitem__" else result)
         if changed:
             short = name.strip("_")
             positions = () if short in _POINTWISE else tuple(_positions(args))
@@ -211,16 +212,6 @@ def _decides(frame: FrameType | None) -> bool:
             break
         frame = frame.f_back
     return frame is not None and not is_core(frame.f_code) and not in_assertion(frame)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, or in nested lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple | dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return [tensor for part in parts for tensor in _tensors(part)]
-    return []
 
 
 def _positions(value: Any) -> Iterator[object]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,19 +59,6 @@ def value_of(logs: Logs) -> Tensor:
     return with_logs(value, logs)
 
 
-_ignored: list[None] = []
-
-
-@contextmanager
-def without_logs() -> Iterator[None]:
-    """Ignore logarithms inside, so that runs at changed values compare with runs at others."""
-    _ignored.append(None)
-    try:
-        yield
-    finally:
-        _ignored.pop()
-
-
 def with_logs(value: Tensor, logs: Logs) -> Tensor:
     """Attach logarithms to a value, valid until it is changed in place."""
     value._logs = logs, _changes(value)  # type: ignore[attr-defined]
@@ -81,7 +67,7 @@ def with_logs(value: Tensor, logs: Logs) -> Tensor:
 
 def logs_of(value: Any) -> Logs | None:
     """Return the logarithms of a draw; None if they are unknown, or the draw was changed."""
-    logs, changes = (None, None) if _ignored else getattr(value, "_logs", (None, None))
+    logs, changes = getattr(value, "_logs", (None, None))
     return logs if logs is not None and changes == _changes(value) else None
 
 

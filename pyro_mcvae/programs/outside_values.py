@@ -251,14 +251,14 @@ class Dependencies:
         :param contents: whether to compare also tensors that require no gradient.
         """
         names: set[str] = set()
-        _METHODS.clear()
+        _KINDS.clear()
         while True:
             dependencies = cls(executed, contents, _names=frozenset(names))
             for root in roots:
                 if isinstance(root, Tensor):
                     dependencies.watch_gradient(root, "an argument")
                 dependencies._visit(root, type(root).__name__, 0)
-            if dependencies._named <= names:
+            if executed.codes is None or dependencies._named <= names:
                 break
             names |= dependencies._named  # functions are reached by attributes, named in functions
         return dependencies
@@ -449,7 +449,7 @@ class Dependencies:
         """Yield class attributes that the object does not override, and the values of slots."""
         instance_attrs = () if value is kind else getattr(value, "__dict__", ())
         get = functools.partial(attribute, value)
-        for part in filter(is_written, kind.__mro__):
+        for part in _kind(kind).written:
             for key, attr in list(vars(part).items()):
                 if isinstance(attr, FunctionType) and self._is_executed(attr):
                     if (
@@ -517,7 +517,7 @@ def _is_state(now: Any, then: Any) -> bool:
         return torch.equal(now, then)
     if isinstance(then, numpy.ndarray):
         return bool(numpy.array_equal(now, then))
-    if isinstance(then, tuple):
+    if isinstance(then, tuple) and any(isinstance(part, numpy.ndarray) for part in then):
         return len(now) == len(then) and all(map(_is_state, now, then))
     if isinstance(then, dict):
         return now.keys() == then.keys() and all(_is_state(now[k], then[k]) for k in then)
@@ -604,23 +604,36 @@ def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     elif isinstance(value, BuiltinFunctionType):  # or a method, such as ``config.get``
         parts = [p for p in (value.__self__,) if not isinstance(p, ModuleType)]
     elif isinstance(value, nn.Module) or is_of_the_user(value):
-        parts = _methods(type(value))
+        parts = _kind(type(value)).methods
     elif isinstance(value, type):
-        parts = _methods(value) if is_written(value) else []
+        parts = _kind(value).methods if is_written(value) else []
     else:
         parts = [getattr(value, f"__{n}__", None) for n in ("wrapped", "defaults", "kwdefaults")]
     yield from ((part, name) for part in parts if part is not None)
 
 
-# By class, the functions that a search has found. Classes may change until the next one.
-_METHODS: dict[type, list[FunctionType]] = {}
+class _Kind(NamedTuple):
+    """
+    What a search has found of a class.
+
+    :ivar methods: its functions, including those behind properties and class methods.
+    :ivar written: the classes among its bases and itself that are the user's.
+    """
+
+    methods: list[FunctionType]
+    written: list[type]
 
 
-def _methods(kind: type) -> list[FunctionType]:
-    """Return the functions of a class, including those behind properties and class methods."""
-    if kind not in _METHODS:
-        _METHODS[kind] = [function for part in kind.__mro__ for function in _own_methods(part)]
-    return _METHODS[kind]
+# By class. Classes may change until the next search.
+_KINDS: dict[type, _Kind] = {}
+
+
+def _kind(kind: type) -> _Kind:
+    found = _KINDS.get(kind)
+    if found is None:
+        methods = [function for part in kind.__mro__ for function in _own_methods(part)]
+        found = _KINDS[kind] = _Kind(methods, [*filter(is_written, kind.__mro__)])
+    return found
 
 
 # By class: its members, and the functions among them. Members may be replaced.
@@ -645,7 +658,7 @@ def is_of_the_user(value: object) -> bool:
         return True
     if isinstance(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
         return False
-    return any(map(is_written, type(value).__mro__)) or bool(_methods(type(value)))
+    return any(_kind(type(value)))
 
 
 def is_written(kind: type) -> bool:

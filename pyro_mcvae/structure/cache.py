@@ -275,7 +275,7 @@ class Analyses:
             return execute()
         seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
         # Before the first run it is not known which functions are executed.
-        known = use.pair.read or Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
+        known = use.pair.read or programs.read
         use.has_run = True
         collects = use.pair.read is None or use.analysis.is_new or is_due(use.analysis.unsure)
         constants = [*call.objects, *(entry.get(entry.key) for entry in known.entries)]
