@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import logging
+import operator
 from array import array as array_of_numbers
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -307,7 +308,13 @@ def _pairs(container: Any, before: Any) -> list[tuple[object, object]]:
 
 def _holds(container: Any, items: Any) -> bool:
     """Return whether a container has the same objects as before."""
-    return len(container) == len(items) and all(a is b for a, b in _pairs(container, items))
+    if len(container) != len(items):
+        return False
+    if isinstance(container, dict):
+        return all(container.get(key, MISSING) is value for key, value in items.items())
+    if isinstance(container, set):
+        return bool(container == items)
+    return all(map(operator.is_, container, items))
 
 
 def _with_made(container: Any, items: Any) -> Any:
