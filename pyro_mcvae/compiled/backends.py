@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +24,7 @@ from pyro_mcvae.programs.types import first_line
 _ATTEMPTS = 3
 # The allowed error of an output, in roundings of its largest entry; and as a multiple of its change
 # if every parameter is rounded differently. Long chains magnify errors, and a sum near zero can
-# have
-# large terms.
+# have large terms. A sum of n terms in another order is off by up to about sqrt(n) roundings.
 _ROUNDINGS, _MAGNIFIED = 32, 64
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -42,8 +42,10 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
     :param pairs: each output of the graph, with that of the other computation.
     :param moved: computes the graph's outputs again, with every parameter rounded differently.
     """
-    eps = _coarsest(graph)
-    allowed = [_ROUNDINGS * eps * _largest(expected) for expected, _ in pairs]
+    layouts = [n.meta["layout"] for n in graph.graph.nodes if "layout" in n.meta]
+    num_terms = max((math.prod(layout.shape) for layout in layouts), default=1)
+    error = max(_ROUNDINGS, math.sqrt(num_terms)) * _coarsest(graph)
+    allowed = [error * _largest(expected) for expected, _ in pairs]
     off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, allowed[i])]
     again = moved() if off else []
     for i in off:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -89,6 +90,17 @@ def test_an_output_is_compared_on_the_scale_of_its_own_entries(dtype: torch.dtyp
 
         with pytest.raises(RuntimeError, match=f"output {output} of 3"):
             check_kernels(run, graph, [x])
+
+
+def test_a_sum_in_another_order_is_no_error() -> None:
+    x = torch.rand(1_000_000)
+    graph, *_ = as_function(*trace(lambda x: [x.sum()], [x]))
+    one_by_one = torch.tensor(np.add.accumulate(x.numpy())[-1])
+    error = float((one_by_one / graph(x)[0] - 1).abs()) / torch.finfo().eps
+    assert 32 < error < 1_000
+    check_kernels(lambda x: [one_by_one], graph, [x])
+    with pytest.raises(RuntimeError, match="output 0 of 1"):
+        check_kernels(lambda x: [graph(x)[0] * 1.0003], graph, [x])
 
 
 def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -> None:
