@@ -23,9 +23,10 @@ from pyro_mcvae.programs.types import first_line
 # Rounding can flip a decision, such as a Metropolis test; the results then differ occasionally.
 _ATTEMPTS = 3
 # The allowed error of an output, in roundings of its largest entry; and as a multiple of its change
-# if every parameter is rounded differently. Long chains magnify errors, and a sum near zero can
-# have large terms. A sum of n terms in another order is off by up to about sqrt(n) roundings.
-_ROUNDINGS, _MAGNIFIED = 32, 64
+# if every parameter is moved by as many. Long chains magnify errors, and a sum near zero can have
+# large terms. A sum of n terms in another order is off by up to about sqrt(n) roundings. Decisions
+# between near ties, such as which states are the best, are counted instead.
+_ROUNDINGS, _MAGNIFIED = 32, 2
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
@@ -40,7 +41,7 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
     Return the outputs of a graph that differ from another computation by more than rounding.
 
     :param pairs: each output of the graph, with that of the other computation.
-    :param moved: computes the graph's outputs again, with every parameter rounded differently.
+    :param moved: computes the graph's outputs again, with every parameter moved a little.
     """
     layouts = [n.meta["layout"] for n in graph.graph.nodes if "layout" in n.meta]
     num_terms = max((math.prod(layout.shape) for layout in layouts), default=1)
@@ -48,23 +49,29 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
     allowed = [error * _largest(expected) for expected, _ in pairs]
     off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, allowed[i])]
     again = moved() if off else []
-    for i in off:
-        change = again[i].detach().double() - pairs[i][0].detach().double()
-        allowed[i] = _MAGNIFIED * _largest(change)
-    return [i for i in off if not _is_close(*pairs[i], allowed[i])]
+    return [i for i in off if not _is_magnified(*pairs[i], again[i])]
+
+
+def _is_magnified(expected: Tensor, actual: Tensor, moved: Tensor) -> bool:
+    """Return whether an output changes about as much when every parameter is moved a little."""
+    if expected.is_floating_point() or actual.shape != expected.shape:
+        change = moved.detach().double() - expected.detach().double()
+        return _is_close(actual, expected, _MAGNIFIED * _largest(change))
+    changed = moved != expected
+    return bool((actual != expected).sum() <= _MAGNIFIED * changed.sum())
 
 
 def perturbed(inputs: list[Tensor], graph: GraphModule) -> list[Tensor]:
     """
-    Return the inputs with a rounding error in each parameter, or in each input if there are none.
+    Return the inputs with an error in each parameter, or in each input if there are none.
     """
     known = any(t.requires_grad for t in inputs)
     eps, moved = _coarsest(graph), []
     for t in inputs:
         if t.is_floating_point() and (t.requires_grad or not known):
             # The signs are the same each time, and use no random numbers.
-            signs = torch.arange(t.numel(), device=t.device).reshape(t.shape).sin().sign()
-            t = t.detach() * (1 + eps * signs).to(t.dtype)
+            signs = torch.arange(1, t.numel() + 1, device=t.device).sin().sign().reshape(t.shape)
+            t = t.detach() * (1 + _ROUNDINGS * eps * signs).to(t.dtype)
         moved.append(t)
     return moved
 

@@ -103,6 +103,24 @@ def test_a_sum_in_another_order_is_no_error() -> None:
         check_kernels(lambda x: [graph(x)[0] * 1.0003], graph, [x])
 
 
+def test_other_choices_between_near_ties_are_no_error() -> None:
+    slope = nn.Parameter(torch.tensor(1.0))
+    near = 1 + torch.randint(0, 9, (1_000,)) * torch.finfo().eps
+    x = torch.stack([near, torch.ones(1_000)])
+    graph, constants, _ = as_function(
+        *trace(lambda x: [torch.stack([x[0], x[1] * slope]).argmax(0)], [x])
+    )
+    graph = GraphModule(nn.Module(), graph.graph)
+    best = graph(*constants, x)[0]
+    flipped = best.where(torch.arange(1_000) >= 100, 1 - best)
+    check_kernels(lambda *_: [flipped], graph, [*constants, x])
+    far = torch.stack([torch.full((1_000,), 1.1), torch.ones(1_000)])
+    best = graph(*constants, far)[0]
+    flipped = best.where(torch.arange(1_000) >= 1, 1 - best)
+    with pytest.raises(RuntimeError, match="output 0 of 1"):
+        check_kernels(lambda *_: [flipped], graph, [*constants, far])
+
+
 def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -> None:
     slope = nn.Parameter(torch.tensor(0.7))
     x = torch.randn(10_000).requires_grad_(False)
