@@ -101,6 +101,12 @@ class LogEvidence:
     labellings: Labellings | None = None
 
     @property
+    def where(self) -> str:
+        """Return the plates of the weights, and whether these are of one minibatch."""
+        is_part = bool((torch.as_tensor(self.scale) != 1).any())
+        return ", ".join([*self.plates, *["one minibatch"] * is_part])
+
+    @property
     def total(self) -> Tensor:
         """Return the log evidence of all data, in nats. For minibatches this includes N/B."""
         return self.shared.to(self.log_evidence) + (self.scale * self.log_evidence).sum()
@@ -161,7 +167,7 @@ class LogEvidence:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()
         lines = [
             f"log evidence {with_error(self, self.mean, self.mean_standard_error)} nats per weight "
-            f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
+            f"({n} in {self.where or 'all data'}; {self.num_particles} particles)",
             f"total {with_error(self, self.total, self.total_standard_error)}, "
             f"bound {float(self.bound.mean()):.3f} per weight",
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "

@@ -255,7 +255,7 @@ class Report:
 
     def __str__(self) -> str:
         guide, n = self.guide, self.gap.numel()
-        plates = f" ({', '.join(guide.plates)})" if guide.plates else ""
+        plates = f" ({guide.where})" if guide.where else ""
         rows = [["", "draws", "log evidence", "Pareto k", "k > 0.7", "ESS"], _row("guide", guide)]
         if self.chains is not None:
             start = "fitted normal" if self.chains.whitened else "guide"
@@ -405,7 +405,9 @@ def report(
             evidence = prior
         if check_training is None and weights.loops:
             check_training = False
-        rise = continue_training(programs, plain.log_evidence.numel(), check_training)
+        rise = continue_training(
+            programs, plain.log_evidence.numel(), weights.clock, check_training
+        )
         return Report(evidence, plain, weights.discrete, prior, chains, no_chains, rise)
 
 
