@@ -93,7 +93,7 @@ def test_chains_look_at_the_same_minibatch():
     assert bool((difference.abs() < 5 * error).all())
 
 
-@pytest.mark.parametrize("size, where", [(5, "(data, one minibatch)"), (None, "(data)")])
+@pytest.mark.parametrize(("size", "where"), [(5, "(data, one minibatch)"), (None, "(data)")])
 def test_it_says_that_its_weights_are_those_of_one_minibatch(size, where):
     exact = ConjugateGaussian(subsample_size=size)
     result = report(exact.model, exact.guide, check_modes=False, run_chains=False)
