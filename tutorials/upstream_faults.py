@@ -100,7 +100,7 @@ def batch_norm(dim: int = 3, batch: int = 10, tries: int = 4000) -> tuple[float,
     base, total = dist.Normal(torch.zeros(dim), 1.0).to_event(1), 0.0
     for _ in range(tries):
         flow = dist.TransformedDistribution(base, [dist.transforms.BatchNorm(dim)])
-        total += float(flow.log_prob(flow.sample((batch,))).mean())
+        total += float(flow.log_prob(flow.sample((batch,))).detach().mean())
     return total / tries, -0.5 * dim * (1 + math.log(2 * math.pi))
 
 

@@ -323,9 +323,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     The noise for ``"auto"`` is measured on other draws of the step, so the mixture is unbiased. It
     is close to ``"dreg"`` if the guide nearly fits. It is close to ``"reparam"`` if the guide is
     much narrower than the posterior, as AutoGuides are initially. It is exactly ``"reparam"`` for K
-    = 1, and for one weight over everything with fewer than 6 particles. The same holds for trained
-    flows and other classes with their own ``log_prob``, which ``"dreg"`` would have to evaluate
-    again.
+    = 1, and for one weight over everything with fewer than 6 particles. It is also ``"reparam"``
+    for trained flows and for classes with their own ``log_prob``, where ``"dreg"`` would cost a
+    second evaluation.
 
     ``"stl"`` and ``"dreg"`` apply to sites whose distribution does not depend on another
     reparameterized draw of the guide. Other sites of a structured guide use ``"reparam"``. So do

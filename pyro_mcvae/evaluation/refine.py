@@ -297,8 +297,8 @@ def refine(
     data otherwise. If the first argument of the model is callable, or None, pass None for the
     guide: ``refine(model, None, network, x)``.
 
-    With ``num_particles``, ``schedule``, ``kernel`` or ``num_transitions``, the guide's draws are
-    refined as these say. With a schedule or kernel the candidates are the last positions of
+    ``num_particles``, ``schedule``, ``kernel`` and ``num_transitions`` choose how the guide's draws
+    are refined. With a schedule or kernel the candidates are the last positions of
     annealed chains, with their weights. Then ``num_transitions`` more transitions with the
     posterior as target move the draw.
 
@@ -317,7 +317,8 @@ def refine(
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: the keyword arguments of model and guide.
     :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
-        draw. After ``time_budget`` seconds, the draws that are finished are returned.
+        draw. After ``time_budget`` seconds, the draws that are finished are returned. If chains did
+        not end, ``verdict.reasons`` says so.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
     :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a
