@@ -72,6 +72,9 @@ class LogEvidence:
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import log_evidence
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
