@@ -193,8 +193,8 @@ def repair_back_links(app, pagename, templatename, context, doctree) -> None:
 
     def entry(match: re.Match[str]) -> str:
         name = match[2].removeprefix("pyro_mcvae.")
-        if match[2] in entries:
-            return match[0]
+        if match[2] in entries:  # which may be an alias
+            return f"{match[1]}#{entries[match[2]].node_id}"
         found = [e for e in entries if e.endswith(f".{name}") or match[2].endswith(e[10:])]
         return f"{match[1]}#{found[0]}" if found else match[0]
 
