@@ -564,7 +564,8 @@ def load_checkpoint(
     :param parts: the objects to restore, by the names used for saving.
     :param bool partial: restore these parts alone, such as the model for evaluation. Parameters of
         functions (``pyro.param``) are restored, too. Parameters of other parts and the random
-        number generators stay as they are.
+        number generators stay as they are. Compilation is not part of the state, so a part that was
+        saved from a :class:`CompiledELBO` can be loaded into its plain loss.
     :param bool weights_only: reject files with anything but tensors, plain values and constraints,
         because unpickling other objects can run code. Use False only for files that you trust.
     :returns: the saved ``extra`` values.
