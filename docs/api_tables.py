@@ -2,8 +2,8 @@
 Tables of names for the pages of the reference, with the first sentence of each docstring.
 
 They make the pages readable in the repository, before Sphinx has run. ``python docs/api_tables.py``
-writes the tables into ``docs/api``, and a test compares them with the docstrings. The built pages
-have the whole docstrings instead.
+writes the tables into ``docs/api``, and a test compares them with the docstrings. In the built
+pages the names link to the entries.
 """
 
 import importlib

@@ -1,7 +1,9 @@
 """The documentation: ``sphinx-build -W docs docs/_build/html``."""
 
+import base64
 import importlib.metadata
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -74,22 +76,40 @@ python_use_unqualified_type_names = True
 
 
 def copy_notebooks() -> None:
-    """Copy the tutorials below this folder, since Sphinx reads no other pages."""
+    """Copy the tutorials below this folder, since Sphinx reads no other pages, with a gallery."""
     target = HERE / "tutorials"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    names = []
+    names, gallery = [], []
     for path in sorted((ROOT / "tutorials").glob("[0-9]*.ipynb")):
         text = path.read_text(encoding="utf-8").replace("](../docs/", "](../")
         text = re.sub(r"\[(\w+)\]\(\w+\.py\)", r"`\1.py`", text)
         (target / path.name).write_text(text, encoding="utf-8")
         names.append(path.stem)
+        gallery += pictures(json.loads(text), path.stem, target)
     toctree = "\n".join(["```{toctree}", ":maxdepth: 1", "", *names, "```"])
     introduction = (ROOT / "tutorials" / "README.md").read_text(encoding="utf-8")
     introduction = introduction.replace("](../docs/", "](../")
     introduction = re.sub(r"\[(`\w+\.py`)\]\(\w+\.py\)", r"\1", introduction)
     hidden = toctree.replace(":maxdepth: 1", ":hidden:")
-    (target / "index.md").write_text(f"{introduction}\n{hidden}\n", encoding="utf-8")
+    panels = "\n\n".join(["::::{container} gallery", *gallery, "::::"])
+    text = f"{introduction}\n## Gallery\n\n{panels}\n\n{hidden}\n"
+    (target / "index.md").write_text(text, encoding="utf-8")
+
+
+def pictures(notebook: dict, stem: str, folder: Path) -> list[str]:
+    """Save the figures of a notebook, and return a link with each of them to the notebook."""
+    title = "".join(notebook["cells"][0]["source"]).splitlines()[0].lstrip("# ")
+    links = []
+    for cell in notebook["cells"]:
+        data = [output.get("data", {}) for output in cell.get("outputs", [])]
+        figures = [d["image/png"] for d in data if "image/png" in d]
+        for figure in figures[:1] if "mystnb" in cell["metadata"] else []:
+            name = f"{stem}_{len(links)}.png"
+            (folder / name).write_bytes(base64.b64decode(figure))
+            alt = cell["metadata"]["mystnb"]["image"]["alt"]
+            links.append(f"[![{alt}]({name})<br>{title}]({stem}.ipynb)")
+    return links
 
 
 def read_in_place(app, docname: str, source: list[str]) -> None:
@@ -167,6 +187,21 @@ def signature_of_init(app, what, name, obj, options, signature, returns):
     return (signature, returns) if signature else None
 
 
+def repair_back_links(app, pagename, templatename, context, doctree) -> None:
+    """Point the links from source code to the entries of names that have their module's address."""
+    entries = app.env.get_domain("py").objects
+
+    def entry(match: re.Match[str]) -> str:
+        name = match[2].removeprefix("pyro_mcvae.")
+        if match[2] in entries:  # which may be an alias
+            return f"{match[1]}#{entries[match[2]].node_id}"
+        found = [e for e in entries if e.endswith(f".{name}") or match[2].endswith(e[10:])]
+        return f"{match[1]}#{found[0]}" if found else match[0]
+
+    if pagename.startswith("_modules/pyro_mcvae/"):
+        context["body"] = re.sub(r"(/api/\w+\.html)#(pyro_mcvae[\w.]+)", entry, context["body"])
+
+
 def setup(app) -> None:
     copy_notebooks()
     list_names()
@@ -175,3 +210,4 @@ def setup(app) -> None:
     app.connect("autodoc-process-bases", without_private_bases)
     app.connect("autodoc-process-signature", signature_of_init)
     app.connect("source-read", read_in_place)
+    app.connect("html-page-context", repair_back_links)

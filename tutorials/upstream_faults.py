@@ -95,6 +95,15 @@ def padded(steps: int = 400) -> tuple[float, float]:
     return elbo, float(dist.Normal(0.0, 2**0.5).log_prob(x)[there].sum())
 
 
+def batch_norm(dim: int = 3, batch: int = 10, tries: int = 4000) -> tuple[float, float]:
+    """Return the mean log density of a batch of draws of a flow in training mode; and the exact."""
+    base, total = dist.Normal(torch.zeros(dim), 1.0).to_event(1), 0.0
+    for _ in range(tries):
+        flow = dist.TransformedDistribution(base, [dist.transforms.BatchNorm(dim)])
+        total += float(flow.log_prob(flow.sample((batch,))).detach().mean())
+    return total / tries, -0.5 * dim * (1 + math.log(2 * math.pi))
+
+
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
@@ -107,6 +116,7 @@ def main() -> None:
         "... SharedCovariance: gradient": mixture(True),
         "Sylvester, 5 dims: log determinant": sylvester(),
         "Trace_ELBO, padded series": padded(),
+        "BatchNorm, 3 dims: log density": batch_norm(),
     }
     print(f"{'':36} {'result':>7} {'exact':>7}")
     for name, (result, exact) in rows.items():

@@ -129,6 +129,8 @@ def anneal(
 
     Example, the normalizing constant of a normal density with standard deviation 1/2::
 
+        >>> import torch
+        >>> from pyro_mcvae.chains.annealing import anneal, evaluator
         >>> from pyro_mcvae import MALA, LinearSchedule
         >>> def density(z):
         ...     log_base = -0.5 * (z.square() + 1.8379).sum(-1)
@@ -136,9 +138,9 @@ def anneal(
         >>> evaluate = evaluator(density)
         >>> start = evaluate(torch.randn(1000, 1))
         >>> chain = anneal(start, LinearSchedule(20)(), MALA(0.3), evaluate)
-        >>> exact = 0.5 * torch.tensor(torch.pi / 2).log()
-        >>> bool(abs(chain.log_weight.logsumexp(0) - torch.tensor(1000.0).log() - exact) < 0.1)
-        True
+        >>> evidence = chain.log_weight.logsumexp(0) - torch.tensor(1000.0).log()
+        >>> round(evidence.item(), 1)  # of log(pi / 2) / 2 = 0.23
+        0.2
     """
     if not start.position.shape[-1]:
         return Chain(start.log_weight, start, start, [], [])  # nothing can move
@@ -282,6 +284,8 @@ def evaluator(
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.chains.annealing import evaluator
         >>> evaluate = evaluator(lambda z: (-z.square().sum(-1), z.sum(-1)), create_graph=False)
         >>> evaluate(torch.ones(1, 2)).grad_base
         tensor([[-2., -2.]])

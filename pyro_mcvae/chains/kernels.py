@@ -41,6 +41,8 @@ class State(NamedTuple):
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.chains.kernels import State
         >>> position = torch.zeros(3, 2)
         >>> State(position, -position.square().sum(-1), position.sum(-1)).log_weight
         tensor([0., 0., 0.])
@@ -78,6 +80,8 @@ class Target:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.chains.kernels import State, Target
         >>> def evaluate(position):
         ...     return State(position, torch.zeros(len(position)), position.sum(-1))
         >>> target = Target(evaluate, torch.tensor(0.5))
@@ -186,8 +190,10 @@ class Info(NamedTuple):
 
     Example::
 
-        >>> Info(log_ratio=torch.zeros(3), acceptance=torch.ones(3)).accepted is None
-        True
+        >>> import torch
+        >>> from pyro_mcvae.chains.kernels import Info
+        >>> Info(log_ratio=torch.zeros(3), acceptance=torch.ones(3)).acceptance
+        tensor([1., 1., 1.])
     """
 
     log_ratio: Tensor

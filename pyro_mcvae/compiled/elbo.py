@@ -321,6 +321,8 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         ``"eager"`` runs the recorded operations, those of the plain loss up to rounding. Other
         backends of :func:`torch.compile` are allowed.
     :param options: options of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
+    :raises ValueError: if ``loss`` is not a loss, or if an option does not exist.
+    :raises RuntimeError: in the backward pass of a recorded step, for second derivatives.
 
     Example::
 

@@ -242,6 +242,9 @@ class LogWeight:
 
     Example::
 
+        >>> from pyro_mcvae.coordinates.log_weight import LogWeight
+        >>> from pyro_mcvae.particles.sampler import ParticleSampler
+        >>> from pyro_mcvae.programs.run import Programs
         >>> import pyro, torch
         >>> import pyro.distributions as dist
         >>> def model(x):

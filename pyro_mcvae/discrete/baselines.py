@@ -28,6 +28,8 @@ def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.discrete.baselines import score_surrogate
         >>> logits = torch.zeros(2, requires_grad=True)
         >>> score_surrogate(torch.tensor([1.0, 0.0]), logits.log_softmax(-1)).backward()
         >>> logits.grad
@@ -56,6 +58,8 @@ def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.discrete.baselines import leave_one_out_baseline
         >>> sampled = torch.tensor([False, True, True])
         >>> leave_one_out_baseline(torch.tensor([5.0, 1.0, 2.0]), sampled)
         tensor([1.5000, 2.0000, 1.0000])

@@ -81,6 +81,9 @@ class Bounds(NamedTuple):
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import TraceIWAE_ELBO
         >>> def model(x):
         ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))

@@ -286,9 +286,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     The importance weighted bound of Burda et al. [1], with one weight per datum:
 
     .. math::
-        L = \log p(\theta) - \log q(\theta)
+        L = \log p(\vartheta) - \log q(\vartheta)
             + \frac{N}{B} \sum_n \log \frac{1}{K} \sum_{k=1}^K
-              \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)}, \qquad
+              \frac{p(x_n, z_{nk} \mid \vartheta)}{q(z_{nk} \mid x_n)}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
     It is a lower bound on the log evidence for every K and minibatch size. It increases with K, and
@@ -297,7 +297,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     use :class:`TraceRenyi_ELBO`.
 
     * *Local* latents, inside the plates that all of them share, are drawn K times, with a weight
-      for each element of these plates. *Global* latents :math:`\theta`, outside every plate, are
+      for each element of these plates. *Global* latents :math:`\vartheta`, outside every plate, are
       drawn once per step and contribute the plain ELBO. A model without plates has one weight over
       all latents.
     * The scale N/B of subsampled plates is outside the logarithm. If all latents are outside a
@@ -323,9 +323,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     The noise for ``"auto"`` is measured on other draws of the step, so the mixture is unbiased. It
     is close to ``"dreg"`` if the guide nearly fits. It is close to ``"reparam"`` if the guide is
     much narrower than the posterior, as AutoGuides are initially. It is exactly ``"reparam"`` for K
-    = 1, and for one weight over everything with fewer than 6 particles. The same holds for trained
-    flows and other classes with their own ``log_prob``, which ``"dreg"`` would have to evaluate
-    again.
+    = 1, and for one weight over everything with fewer than 6 particles. It is also ``"reparam"``
+    for trained flows and for classes with their own ``log_prob``, where ``"dreg"`` would cost a
+    second evaluation.
 
     ``"stl"`` and ``"dreg"`` apply to sites whose distribution does not depend on another
     reparameterized draw of the guide. Other sites of a structured guide use ``"reparam"``. So do
@@ -434,9 +434,9 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
     The variational Rényi bound of order alpha of Li and Turner [1], with one weight per datum:
 
     .. math::
-        L_\alpha = \log p(\theta) - \log q(\theta)
+        L_\alpha = \log p(\vartheta) - \log q(\vartheta)
             + \frac{N}{B} \sum_n \frac{1}{1 - \alpha} \log \frac{1}{K} \sum_{k=1}^K \Big(
-              \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)} \Big)^{1 - \alpha}, \qquad
+              \frac{p(x_n, z_{nk} \mid \vartheta)}{q(z_{nk} \mid x_n)} \Big)^{1 - \alpha}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
     For alpha from 0 to 1 its value is between the importance weighted bound and the ELBO. It is

@@ -31,15 +31,15 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     The objective of a model whose discrete latents have a :class:`TruncatedPosterior` [1]:
 
     .. math::
-        F = \log p(\theta) - \log q(\theta)
+        F = \log p(\vartheta) - \log q(\vartheta)
             + \frac{N}{B} \sum_n \log \sum_{z \in \Phi_n} \frac{p(x_n, z, w_n)}{q(w_n)}, \qquad
         \nabla F = \frac{N}{B} \sum_n \sum_{z \in \Phi_n} q_n(z) \nabla \log p(x_n, z) .
 
     A step evaluates the states of the minibatch, and searches for better states (an E-step, which
     never decreases F). It stores these in the guide, and computes the gradient of F through them.
-    The ``guide`` argument of the truncated posterior may draw other latents (:math:`\theta` outside
-    the data plate, w inside). They are drawn once per step, and are the same for all states of a
-    datum.
+    The ``guide`` argument of the truncated posterior may draw other latents (:math:`\vartheta`
+    outside the data plate, w inside). They are drawn once per step, and are the same for all states
+    of a datum.
 
     :meth:`loss`, :meth:`bounds` and calls without gradients also search, but do not store the
     states. So they return the value of a training step with the same seed. After ``guide.eval()``

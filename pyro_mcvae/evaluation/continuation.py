@@ -12,6 +12,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
+from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError
 from pyro_mcvae.programs.isolation import find_modules
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import first_line
@@ -55,7 +56,9 @@ class Rise(NamedTuple):
 NOT_CHECKED = Rise()
 
 
-def continue_training(programs: Programs, weights: int, check: bool | None = None) -> Rise:
+def continue_training(
+    programs: Programs, weights: int, clock: Clock, check: bool | None = None
+) -> Rise:
     """
     Train on for 100 steps of Adam, restore all state, and return by how much the ELBO rose.
 
@@ -64,6 +67,7 @@ def continue_training(programs: Programs, weights: int, check: bool | None = Non
     until this returns, also in other threads.
 
     :param weights: the number of weights of the guide.
+    :param Clock clock: the time of the call.
     :param check: None trains only if there is one weight, or the guide is an AutoGuide: encoders
         may be evaluated on other data than they are trained on.
     """
@@ -72,12 +76,15 @@ def continue_training(programs: Programs, weights: int, check: bool | None = Non
     ):
         return NOT_CHECKED
     loss, args, kwargs = TraceSGVB_ELBO(), programs.args, programs.kwargs
+    stage = clock.stage("check of the training", _STEPS + 2 * _DRAWS, "steps")
 
     def bounds() -> Tensor:
         losses = []
         for seed in range(_DRAWS):
+            stage.check()
             pyro.set_rng_seed(seed)
             losses.append(-loss.loss(programs.model, programs.guide, *args, **kwargs))
+            stage.advance()
         return torch.tensor(losses, dtype=torch.float64)
 
     restore, gradients = undo_training(find_modules(*programs.pair)), dict[Tensor, Tensor | None]()
@@ -96,12 +103,16 @@ def continue_training(programs: Programs, weights: int, check: bool | None = Non
             optimizer, (_LAST / _FIRST) ** (1 / _STEPS)
         )
         for _ in range(_STEPS):
+            stage.check()
             with torch.enable_grad():
                 optimizer.zero_grad()
                 loss.loss_and_grads(programs.model, programs.guide, *args, **kwargs)
             optimizer.step()
             schedule.step()
+            stage.advance()
         rises = bounds() - before
+    except OutOfTimeError:
+        return Rise(why="the time budget ended")
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return Rise(why=first_line(error))
     finally:

@@ -72,6 +72,9 @@ class LogEvidence:
 
     Example::
 
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import log_evidence
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -99,6 +102,12 @@ class LogEvidence:
     step_size: Tensor | None = None
     whitened: bool = False
     labellings: Labellings | None = None
+
+    @property
+    def where(self) -> str:
+        """Return the plates of the weights, and whether these are of one minibatch."""
+        is_part = bool((torch.as_tensor(self.scale) != 1).any())
+        return ", ".join([*self.plates, *["one minibatch"] * is_part])
 
     @property
     def total(self) -> Tensor:
@@ -161,7 +170,7 @@ class LogEvidence:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()
         lines = [
             f"log evidence {with_error(self, self.mean, self.mean_standard_error)} nats per weight "
-            f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
+            f"({n} in {self.where or 'all data'}; {self.num_particles} particles)",
             f"total {with_error(self, self.total, self.total_standard_error)}, "
             f"bound {float(self.bound.mean()):.3f} per weight",
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "

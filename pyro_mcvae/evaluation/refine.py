@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
-from pyro_mcvae.evaluation.clock import OutOfTimeError
+from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError
 from pyro_mcvae.evaluation.continuation import continue_training
 from pyro_mcvae.evaluation.ensemble import Ensemble, Verdict, normal_scores, split_r_hat
 from pyro_mcvae.evaluation.laplace import FlatGuide, LogDensity, find_modes, latents_masked
@@ -297,8 +297,8 @@ def refine(
     data otherwise. If the first argument of the model is callable, or None, pass None for the
     guide: ``refine(model, None, network, x)``.
 
-    With ``num_particles``, ``schedule``, ``kernel`` or ``num_transitions``, the guide's draws are
-    refined as these say. With a schedule or kernel the candidates are the last positions of
+    ``num_particles``, ``schedule``, ``kernel`` and ``num_transitions`` choose how the guide's draws
+    are refined. With a schedule or kernel the candidates are the last positions of
     annealed chains, with their weights. Then ``num_transitions`` more transitions with the
     posterior as target move the draw.
 
@@ -317,7 +317,8 @@ def refine(
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: the keyword arguments of model and guide.
     :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
-        draw. After ``time_budget`` seconds, the draws that are finished are returned.
+        draw. After ``time_budget`` seconds, the draws that are finished are returned. If chains did
+        not end, ``verdict.reasons`` says so.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
     :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a
@@ -379,21 +380,30 @@ _OF_CHAINS = "num_particles", "schedule", "kernel", "coordinates", "warmup"
 
 def _automatic(programs: Programs, settings: Options, num_samples: int) -> PosteriorDraws:
     """Refine by weights, or by chains if the weights do not suffice."""
-    draws = _refined_draws(programs, settings, num_samples, 0, False)
+    with Clock("refine", settings.progress, settings.time_budget) as clock:
+        return _by_weights_or_chains(programs, settings, num_samples, clock)
+
+
+def _by_weights_or_chains(
+    programs: Programs, settings: Options, num_samples: int, clock: Clock
+) -> PosteriorDraws:
+    draws = _refined_draws(programs, settings, num_samples, 0, False, clock)
     if draws.verdict.trusted:
         return draws
-    with weights_of(programs, settings):
-        rise = continue_training(programs, draws.pareto_k.numel())
+    with weights_of(programs, settings, call=clock):
+        rise = continue_training(programs, draws.pareto_k.numel(), clock)
     try:
         if draws.pareto_k.numel() == 1 and settings.joint is not False:
-            draws = _by_ensemble(programs, settings, num_samples, draws)
+            draws = _by_ensemble(programs, settings, num_samples, draws, clock)
         else:
             kernel = HMC(num_leapfrog=5, jitter=0.3)
             chains = replace(settings, schedule=DEFAULT_STEPS, kernel=kernel, num_particles=1)
             chains = replace(chains, coordinates="whitened")
-            draws = _refined_draws(programs, chains, num_samples, _TRANSITIONS, False)
-    except (ValueError, NotImplementedError) as error:  # such as for discrete sites of the guide
-        reason = f"chains cannot move them ({first_line(error)})"
+            draws = _refined_draws(programs, chains, num_samples, _TRANSITIONS, False, clock)
+    except (ValueError, NotImplementedError, OutOfTimeError) as error:
+        # Such as discrete sites of the guide.
+        failed = "did not end" if isinstance(error, OutOfTimeError) else "cannot move them"
+        reason = f"chains {failed} ({first_line(error)})"
         reasons = (*draws.verdict.reasons, reason)
         draws.verdict = replace(draws.verdict, reasons=reasons)
     if rise.is_large or rise.why:
@@ -402,16 +412,21 @@ def _automatic(programs: Programs, settings: Options, num_samples: int) -> Poste
 
 
 def _by_ensemble(
-    programs: Programs, settings: Options, num_samples: int, start: PosteriorDraws | None = None
+    programs: Programs,
+    settings: Options,
+    num_samples: int,
+    start: PosteriorDraws | None = None,
+    call: str | Clock = "refine",
 ) -> PosteriorDraws:
     """
     Move an ensemble, and return draws at regular transitions of each of its chains.
 
     :param start: draws from which half of the chains start.
+    :param call: as in :func:`weights_of`.
     """
     model = latents_masked(programs.model)
     flat = replace(programs, model=model, guide=FlatGuide(model))
-    with weights_of(flat, replace(settings, joint=True), call="refine") as sampler:
+    with weights_of(flat, replace(settings, joint=True), call=call) as sampler:
         density = LogDensity(sampler)
         density.stage = sampler.clock.stage("moving an ensemble of chains", 1, "ensembles")
         modes = find_modes(density)
@@ -452,7 +467,12 @@ def _by_ensemble(
 
 
 def _refined_draws(
-    programs: Programs, settings: Options, num_samples: int, num_transitions: int, warn: bool
+    programs: Programs,
+    settings: Options,
+    num_samples: int,
+    num_transitions: int,
+    warn: bool,
+    call: str | Clock = "refine",
 ) -> PosteriorDraws:
     """Refine draws of the guide by weights, and by chains with a schedule or a kernel."""
     if num_transitions and settings.schedule is None and settings.kernel is None:
@@ -467,7 +487,7 @@ def _refined_draws(
     candidates = settings.num_particles
     summary, done = WeightSummary(num_samples * candidates), 0
     parts: list[PosteriorDraws] = []
-    with weights_of(programs, settings, annealing, "refine") as sampler:
+    with weights_of(programs, settings, annealing, call) as sampler:
         # All candidates of a draw must be in the same chunk.
         size = 1 if sampler.drawn else max(1, sampler.chunk_size // candidates)
         moves = 0 if annealing is None else annealing.num_steps + num_transitions

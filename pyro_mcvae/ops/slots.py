@@ -95,6 +95,8 @@ def top_k_slots(log_q: Tensor, num_categories: int, num_samples: int) -> Slots:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.slots import top_k_slots
         >>> slots = top_k_slots(torch.tensor([0.7, 0.2, 0.1]).log(), 1, 2)
         >>> slots.weight
         tensor([0.7000, 0.1500, 0.1500])
@@ -129,6 +131,8 @@ def budget_slots(log_q: Tensor, budget: int, min_samples: int = 1) -> Slots:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.slots import budget_slots
         >>> budget_slots(torch.tensor([[0.9, 0.06, 0.04], [0.4, 0.3, 0.3]]).log(), 2).sampled.T
         tensor([[False,  True],
                 [ True,  True]])

@@ -24,6 +24,8 @@ def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.weights import log_mean_exp
         >>> log_mean_exp(torch.tensor([0.0, 0.0]))
         tensor(0.)
     """
@@ -48,6 +50,8 @@ def renyi_bound(log_weight: Tensor, alpha: float = 0.0, dim: int = 0) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.weights import renyi_bound
         >>> renyi_bound(torch.tensor([1.0, 3.0]).log(), alpha=-1.0).exp()  # (1 + 9) / 2 = 5
         tensor(2.2361)
     """
@@ -67,6 +71,8 @@ def normalized_weights(log_weight: Tensor, dim: int = 0) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.weights import normalized_weights
         >>> normalized_weights(torch.tensor([0.0, -float("inf")]))
         tensor([1., 0.])
     """
@@ -84,6 +90,8 @@ def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.weights import effective_sample_size
         >>> effective_sample_size(torch.zeros(8))
         tensor(8.)
     """
@@ -103,6 +111,8 @@ def leave_one_out_mean(value: Tensor) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.weights import leave_one_out_mean
         >>> leave_one_out_mean(torch.tensor([1.0, 2.0, 6.0]))
         tensor([4.0000, 3.5000, 1.5000])
     """
@@ -142,6 +152,8 @@ def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.ops.weights import leave_one_out_signal
         >>> leave_one_out_signal(torch.zeros(3))
         tensor([0., 0., 0.])
     """

@@ -117,10 +117,27 @@ class PyroOptimPart(Part):
         self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
 
 
+def _prefixes(module: nn.Module) -> tuple[str, str]:
+    """Return the prefixes of a compiled loss's state in a module, and of the plain loss's."""
+    loss, start = module, ""
+    if isinstance(module, ELBOModule):
+        loss, start = module.elbo, "elbo."
+    return (f"{start}plain." if isinstance(loss, CompiledELBO) else start), start
+
+
+def _renamed(name: str, start: str, new: str) -> str:
+    return new + name[len(start) :] if name.startswith(start) else name
+
+
+def plain_name(module: nn.Module, name: str) -> str:
+    """Return the name in a state without compilation, which is not part of the state."""
+    return _renamed(f"{name}.", *_prefixes(module)).removesuffix(".")
+
+
 def stored_modules(modules: Mapping[str, nn.Module]) -> dict[str, StoredModule]:
     """Return the modules that have a name in the parameter store, by their path."""
     return {
-        f"{part}/{path}": module
+        f"{part}/{plain_name(whole, path)}": module
         for part, whole in modules.items()
         for path, module in whole.named_modules()
         if isinstance(module, StoredModule)
@@ -143,7 +160,7 @@ class ParamStorePart(Part):
 
     def _owned(self) -> dict[str, Tensor]:
         return {
-            f"{part}/{name}": value
+            f"{part}/{plain_name(module, name)}": value
             for part, module in self._modules.items()
             for name, value in module.named_parameters(remove_duplicate=False)
         }
@@ -378,6 +395,8 @@ def _as_part(name: str, value: object) -> Part:
 def _kind(value: object) -> str:
     if isinstance(value, ELBOModule):
         return f"ELBOModule({_kind(value.elbo)})"
+    if isinstance(value, CompiledELBO):
+        return _kind(value.plain)
     return type(value).__name__
 
 
@@ -389,8 +408,17 @@ class ModulePart(Part):
         wrapped = isinstance(module, DistributedDataParallel)
         self.module = cast("nn.Module", module.module if wrapped else module)
         super().__init__(self.module, self.module.state_dict, self.module.load_state_dict)
+        self._compiled, self._plain = _prefixes(self.module)
+
+    def save(self) -> Saved:
+        state = super().save()
+        if self._compiled != self._plain:
+            state = {plain_name(self.module, n): value for n, value in state.items()}
+        return state
 
     def load(self, state: Mapping[str, Saved]) -> None:
+        if self._compiled != self._plain:
+            state = {_renamed(n, self._plain, self._compiled): v for n, v in (state or {}).items()}
         for path, module in self.module.named_modules():
             prefix = f"{path}." if path else ""
             buffer_names = [prefix + name for name, b in module._buffers.items() if b is not None]
@@ -536,7 +564,8 @@ def load_checkpoint(
     :param parts: the objects to restore, by the names used for saving.
     :param bool partial: restore these parts alone, such as the model for evaluation. Parameters of
         functions (``pyro.param``) are restored, too. Parameters of other parts and the random
-        number generators stay as they are.
+        number generators stay as they are. Compilation is not part of the state, so a part that was
+        saved from a :class:`CompiledELBO` can be loaded into its plain loss.
     :param bool weights_only: reject files with anything but tensors, plain values and constraints,
         because unpickling other objects can run code. Use False only for files that you trust.
     :returns: the saved ``extra`` values.

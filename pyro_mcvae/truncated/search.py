@@ -98,9 +98,11 @@ def choose_parents(log_joint: Tensor, count: int) -> Tensor:
 
     Example::
 
+        >>> import torch
+        >>> from pyro_mcvae.truncated.search import choose_parents
         >>> parents = choose_parents(torch.tensor([[-9.0, -9.0, -3.0]]), 10_000)
-        >>> bool(abs((parents == 2).double().mean() - 6.2 / 6.6) < 0.02)
-        True
+        >>> round((parents == 2).double().mean().item(), 1)  # of the best state
+        0.9
     """
     possible = log_joint > -torch.inf
     lowest = log_joint.masked_fill(~possible, torch.inf).amin(1, keepdim=True)

@@ -199,12 +199,6 @@ def of_chains_and_draws() -> list[str]:
 
 
 def of_migration() -> list[str]:
-    minibatches, gradient, *_ = (row[1:] for row in tables.read("renyi").rows)
-    wrong, right, exact = (
-        minibatches[0].split(", ")[2],
-        minibatches[1].split(", ")[2],
-        minibatches[2],
-    )
     pyro = {row[0]: row[1:] for row in tables.read("upstream").rows}
     lkj = [
         pyro[name][0]
@@ -212,8 +206,6 @@ def of_migration() -> list[str]:
     ]
     sylvester = pyro["`Sylvester`, 5 dims: largest error of the log determinant"][0]
     return [
-        f"a loss of {wrong} at 10 of 100 data; exact {exact} | {right} |",
-        f"{gradient[0]} for {gradient[2]} | VIMCO: {gradient[1]} |",
         f"mean weight {lkj[0]} in three dims, {lkj[1]} in four",
         "a mean time of {} at rate 4; exact {} |".format(
             *pyro["`CoalescentTimes` at rate 4: mean time"]
@@ -222,6 +214,12 @@ def of_migration() -> list[str]:
         "is wrong | {}; exact {} |".format(*pyro["`MixtureOfDiagNormals`: gradient of a logit"]),
         "the same | {}; exact {} |".format(*pyro["`MixtureOfDiagNormalsSharedCovariance`"]),
         f"off by up to {float(sylvester):.1f} nats",
+        "with an AutoGuide | {}; exact {} |".format(
+            *pyro["`Trace_ELBO` of padded series with an `AutoNormal`"]
+        ),
+        "mean log density {}; exact {} |".format(
+            *pyro["`BatchNorm` in training mode, 3 dims: log density of ten draws"]
+        ),
     ]
 
 

@@ -227,6 +227,41 @@ def test_a_report_names_the_chains_that_did_not_end(time, caplog):
         print(result)
 
 
+def one_weight(time):
+    """A model whose run takes one second, with one weight, and a guide far from its posterior."""
+
+    def model(x):
+        time.seconds += 1.0
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z, 0.1).to_event(1), obs=x)
+
+    def guide(x):
+        loc = pyro.param("loc", torch.zeros(3))
+        pyro.sample("z", dist.Normal(loc, 0.5).to_event(1))
+
+    return model, guide
+
+
+def test_the_check_of_the_training_ends_with_the_budget(time):
+    model, guide = one_weight(time)
+    guide(X)
+    result = report(model, guide, X, seed=0, check_modes=False, run_chains=False, time_budget=40)
+    assert time.seconds < 40 + 10
+    assert not result.converged
+    assert "the time budget ended" in str(result)
+
+
+def test_draws_by_weights_and_by_chains_share_a_budget(time):
+    """The draws that are known are returned, and their verdict names what did not end."""
+    model, guide = one_weight(time)
+    guide(X)
+    draws = refine(model, guide, X, num_samples=20, seed=0, time_budget=30)
+    assert time.seconds < 30 + 10
+    assert len(draws["z"]) == 20
+    assert not draws.verdict.trusted
+    assert "chains did not end (refine: time_budget=30 ended" in str(draws.verdict)
+
+
 def test_fewer_draws_of_the_posterior(time, caplog):
     begin = time.seconds
     options = {"schedule": 2, "warmup": 1, "num_particles": 2, "chunk_size": 8, "seed": 0}

@@ -93,6 +93,14 @@ def test_chains_look_at_the_same_minibatch():
     assert bool((difference.abs() < 5 * error).all())
 
 
+@pytest.mark.parametrize(("size", "where"), [(5, "(data, one minibatch)"), (None, "(data)")])
+def test_it_says_that_its_weights_are_those_of_one_minibatch(size, where):
+    exact = ConjugateGaussian(subsample_size=size)
+    result = report(exact.model, exact.guide, check_modes=False, run_chains=False)
+    assert where in str(result).splitlines()[0]
+    assert f"in {where[1:-1]}; " in str(result.guide)
+
+
 def test_a_tail_may_be_missing():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact")

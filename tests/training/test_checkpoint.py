@@ -17,6 +17,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_mcvae import (
+    CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSIS_ELBO,
@@ -497,3 +498,45 @@ def test_a_part_of_a_run_is_loaded_alone(tmp_path):
         load_checkpoint(tmp_path / "run.pt", {"decoder": fresh}, partial=True)
     with pytest.raises(ValueError, match="saved from a Linear, and is now a Adam"):
         load_checkpoint(tmp_path / "run.pt", {"model": optim}, partial=True)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_compiled_loss_and_a_plain_one_have_the_same_checkpoint(compiled, tmp_path):
+    """For serving: the file of a compiled run is loaded into plain modules."""
+    x = torch.tensor([-1.0, 0.5])
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+                pyro.sample("x", dist.Normal(super().forward(z).squeeze(-1), 1.0), obs=x)
+
+    class Guide(nn.Linear):
+        def forward(self, x):
+            with pyro.plate("data", len(x)):
+                loc = super().forward(x.unsqueeze(-1))
+                pyro.sample("z", dist.Normal(loc, 0.8).to_event(1))
+
+    def run(compiles):
+        loss = TraceSIS_ELBO(2)
+        loss = CompiledELBO(loss, backend="eager") if compiles else loss
+        return loss(Model(1, 1), Guide(1, 1))
+
+    elbo = run(compiled)
+    optimizer = torch.optim.Adam(elbo.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        elbo(x).backward()
+        optimizer.step()
+    save_checkpoint(tmp_path / "run.pt", {"elbo": elbo, "optimizer": optimizer})
+    pyro.clear_param_store()
+    served = run(not compiled)
+    served(x)
+    load_checkpoint(tmp_path / "run.pt", {"elbo": served}, partial=True)
+    for first, second in zip(elbo.state_dict().values(), served.state_dict().values(), strict=True):
+        assert torch.equal(first, second)
+    pyro.set_rng_seed(0)
+    expected = elbo.elbo.bounds(elbo.model, elbo.guide, x).per_datum
+    pyro.set_rng_seed(0)
+    result = served.elbo.bounds(served.model, served.guide, x).per_datum
+    assert torch.equal(result, expected)

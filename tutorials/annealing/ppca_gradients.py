@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 losses[f"L-5, {label}"] = elbo, step
     results = Results(args.out / "ppca_gradients.csv", args.seed, argv)
     values = {}
-    print(f"{'':26}{'step':>8}{'gap':>8}{'sd':>7}{'grad 0: bias, sd':>18}{'grad 1: bias, sd':>18}")
+    print(f"{'':26}{'step':>8}{'-gap':>8}{'sd':>7}{'grad 0: bias, sd':>18}{'grad 1: bias, sd':>18}")
     for name, (elbo, step) in losses.items():
         bounds, gradients = draws(elbo, model, guide, args.draws)
         row = {"estimator": name, "step_size": step}
