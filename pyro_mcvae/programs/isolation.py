@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.outside_state import OF_MODULES, OutsideState
-from pyro_mcvae.programs.outside_values import Dependencies
+from pyro_mcvae.programs.outside_values import Dependencies, attribute
 from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The modules of programs.
@@ -59,24 +59,24 @@ def _parts(value: object) -> Iterator[object]:
         return  # a mapping whose items are attributes may raise KeyError for others
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    is_own = not (getattr(value, "__module__", None) or "").startswith(_OTHERS)
+    is_own = not str(attribute(value, "__module__", "")).startswith(_OTHERS)
     yield from {**(globals_of(value) if is_own else {}), **closure_of(value)}.values()
-    yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
-    yield from getattr(value, "__dict__", {}).values()
+    yield from (attribute(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
+    yield from attribute(value, "__dict__", {}).values()
 
 
 def globals_of(function: object) -> dict[str, object]:
     """Return the globals that a function refers to."""
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    scope = getattr(function, "__globals__", {})
+    names = attribute(attribute(function, "__code__"), "co_names", ())
+    scope = attribute(function, "__globals__", {})
     return {name: scope[name] for name in names if name in scope}
 
 
 def closure_of(function: object) -> dict[str, object]:
     """Return the variables that a function closes over."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    names = attribute(attribute(function, "__code__"), "co_freevars", ())
     variables = {}
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+    for name, cell in zip(names, attribute(function, "__closure__", None) or (), strict=False):
         with suppress(ValueError):  # the variable has no value yet
             variables[name] = cell.cell_contents
     return variables

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from enum import Enum
 from threading import local
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType
 from typing import Any, cast
 
 import torch
@@ -89,7 +89,7 @@ class OutsideState:
             if e.get in _OF_CONTAINERS and isinstance(e.key, list | dict | set | deque)
         ]
         containers += [
-            (vars(o), f"an attribute of {getattr(o, '__name__', type(o).__name__)}")
+            (vars(o), f"an attribute of {_name_of(o)}")
             for o in read.objects
             if hasattr(o, "__dict__") and not _is_of_a_library(o)
         ]
@@ -193,6 +193,12 @@ def buffers_of(read: Dependencies) -> Dependencies:
     spaces = {id(vars(m)["_buffers"]) for m in modules}
     entries = [e for e in read.entries if id(_container(e)) in spaces]
     return replace(read, entries=entries, objects=modules, generators={}, torch_generators={})
+
+
+def _name_of(value: object) -> str:
+    """Return the name of a function or class, or of an object's class."""
+    named = isinstance(value, type | FunctionType)
+    return str(cast(Any, value if named else type(value)).__name__)
 
 
 def _is_of_a_library(value: object) -> bool:

@@ -704,8 +704,11 @@ def _itself(value: object) -> object:
     return value
 
 
-def attribute(value: object, key: str) -> object:
-    return getattr(value, key, MISSING)
+def attribute(value: object, key: str, default: object = MISSING) -> Any:
+    try:
+        return getattr(value, key, default)
+    except Exception:  # of an object that computes its attributes, such as a dict of settings
+        return default
 
 
 def item(container: Any, key: object) -> object:

@@ -668,3 +668,42 @@ def test_losses_that_are_compared_begin_with_the_same_counters():
         return max(shown.take())
 
     assert last("ELBO") == last("ELBO", "again", "and again")
+
+
+class Attributes(dict):
+    """A config whose missing attributes raise a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Settings:
+    """A config whose missing attributes raise another error."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"there is no setting {name}")
+
+
+@pytest.mark.parametrize("config", [Attributes(scale=1.5), Settings(1.5)], ids=["dict", "object"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_missing_attributes_of_a_config_may_raise_any_error(name, config):
+    def model(x, scale=None):
+        with pyro.plate("data", len(x)):
+            loc = torch.zeros(2)
+            z = pyro.sample("z", dist.Normal(loc, scale or config.scale).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1, keepdim=True), 1.0).to_event(1), obs=x[:, :1])
+
+    def guide(x, scale=None):
+        loc = pyro.param("loc", torch.zeros(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(loc + 0.1 * x[:, :2], scale or config.scale).to_event(1))
+
+    losses = []
+    for scale in (1.5, None):
+        pyro.set_rng_seed(0)
+        pyro.clear_param_store()
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
+        losses.append([svi.step(X, scale) for _ in range(2)])
+    assert losses[0] == losses[1]
