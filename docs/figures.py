@@ -13,7 +13,7 @@ from result_tables import read
 from pyro_mcvae.evaluation.plots import STYLES
 
 IMAGES = Path(__file__).parent / "images"
-BLACK, BLUE, ORANGE, PINK, GREEN, RED, _ = (color for color, _ in STYLES)
+BLACK, BLUE, ORANGE, PINK, GREEN, RED, *_ = (color for color, _ in STYLES)
 
 
 def number(text: str) -> float:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pyro_mcvae.evaluation.evidence import LogEvidence
 
-# Colors of Okabe and Ito, which differ for everyone, and markers.
+# Colors of Okabe and Ito (and gray), which differ for everyone, and markers.
 STYLES = (
     *(("#000000", "o"), ("#0072B2", "s"), ("#E69F00", "^"), ("#CC79A7", "D")),
-    *(("#009E73", "v"), ("#D55E00", "P"), ("#56B4E9", "X")),
+    *(("#009E73", "v"), ("#D55E00", "P"), ("#56B4E9", "X"), ("#7F7F7F", "*")),
 )
 
 
