@@ -343,14 +343,14 @@ def nuts(name: str, seed: int) -> tuple[Draws, str]:
 
 def pathfinder(name: str, seed: int) -> tuple[Draws, str]:
     """
-    Draw with multi-path Pathfinder: resample a thousand draws of each path by their PSIS weights.
+    Draw with multi-path Pathfinder: resample 250 draws of each of four paths by their PSIS weights.
 
     The paths start like chains of NumPyro. Other settings are the defaults of BlackJAX.
     """
     first, paths, last = jax.random.split(jax.random.key(seed), 3)
     info = initialize_model(jax.random.split(first, PATHS), program(name))
     algorithm = blackjax.multipathfinder(lambda z: -info.potential_fn(z))
-    state, _ = jax.jit(lambda z: algorithm.init(paths, z, DRAWS))(info.param_info.z)
+    state, _ = jax.jit(lambda z: algorithm.init(paths, z, DRAWS // PATHS))(info.param_info.z)
     draws = algorithm.sample(last, state, DRAWS)
     k = float(blackjax.vi.multipathfinder.psis_weights(state)[1])
     return to_torch(jax.vmap(info.postprocess_fn)(draws)), f"Pareto k {k:.2f}"
