@@ -214,6 +214,25 @@ def test_the_argument_after_the_model_is_a_guide_if_it_is_callable():
     assert torch.equal(kwargs["z"], draws["z"])
 
 
+def test_draws_have_the_dtype_of_their_site():
+    """Also where the default is another one, and a product needs both factors in one dtype."""
+    torch.set_default_dtype(torch.float32)  # the fixture of all tests restores it
+    x = torch.linspace(0.0, 1.0, 20, dtype=torch.float64)
+    design = torch.stack([torch.ones_like(x), x], -1)
+    y = design.sum(-1) + 0.3 * torch.sin(17 * x)
+
+    def model():
+        b = pyro.sample("b", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        mean = (design @ b.unsqueeze(-1)).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    covariance = torch.linalg.inv(design.T @ design + torch.eye(2))
+    draws = refine(model, seed=0)
+    assert draws["b"].dtype == torch.float64
+    assert draws.verdict.trusted
+    assert_near(draws["b"], covariance @ design.T @ y, covariance.diagonal().sqrt())
+
+
 def test_a_guide_that_misses_a_mode_does_not_hide_it():
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 10.0))
