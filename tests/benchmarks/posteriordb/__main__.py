@@ -9,7 +9,8 @@ The largest error, over parameters, of the mean (in posterior standard deviation
 logarithm of the standard deviation, of 1,000 draws. Both are exact within 0.01 to 0.05, the error
 of the reference draws and more of heavy tails. A thousand exact draws would be wrong by about 0.03
 and 0.02 in each parameter. CPU seconds are from the data to the draws, with compilation, on one
-thread in double precision. All methods of a posterior run after each other.
+thread in double precision. All methods of a posterior run after each other. Runs that the file has
+are not repeated.
 
 The methods are ``refine``, ``pyro`` (jitted NUTS) and ``advi``; with NumPyro and BlackJAX
 (``pip install numpyro blackjax``) also ``numpyro`` (NUTS) and ``pathfinder``.
@@ -97,13 +98,16 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     methods = {m: method(m) for m in options.methods}
-    new = not options.out.exists()
-    with options.out.open("a", newline="") as file:
+    with options.out.open("a+", newline="") as file:
+        file.seek(0)
+        done = {(r["posterior"], r["method"], int(r["seed"])) for r in csv.DictReader(file)}
         writer = csv.writer(file)
-        if new:
+        if not file.tell():
             writer.writerow(COLUMNS)
         for name in options.names or MODELS:
             for m, seed in ((m, s) for m in methods for s in options.seeds):
+                if (name, m, seed) in done:
+                    continue
                 limit = options.limit_pyro if m == "pyro" else options.limit
                 *numbers, note = run(name, methods[m], seed, limit)
                 row = (name, m, seed, *(f"{x:.4g}" for x in numbers), note)
