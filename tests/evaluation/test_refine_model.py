@@ -326,3 +326,24 @@ def test_normal_scores_of_equal_draws_are_equal():
     scores = normal_scores(torch.tensor([0.0, 1.0, 1.0, 2.0]).reshape(2, 2, 1)).flatten()
     assert scores[1] == scores[2]
     assert scores.sum() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_neck_that_chains_do_not_enter_is_not_trusted(briefly):
+    """A funnel: half of the mass of ``s`` is where the scales of ``z`` are 0.03 and less."""
+
+    def model():
+        s = pyro.sample("s", dist.Normal(0.0, 5.0))
+        pyro.sample("z", dist.Normal(0.0, s.exp().unsqueeze(-1)).expand([9]).to_event(1))
+        pyro.factor("f", torch.zeros(()))
+
+    draws = refine(model, seed=0)
+    assert any("hardly move at an end of s" in reason for reason in draws.verdict.reasons)
+
+
+def test_acceptance_at_the_ends_of_a_value():
+    starts = torch.linspace(0.0, 1.0, 200).reshape(10, 20, 1)
+    acceptance = torch.ones(10, 20)
+    acceptance[-1, 10:] = 0.2  # from the largest 5 %
+    assert float(ensemble.at_ends(starts, acceptance)) == pytest.approx(0.2)
+    assert float(ensemble.at_ends(-starts, acceptance)) == pytest.approx(0.2)
+    assert float(ensemble.at_ends(starts, torch.ones(10, 20))) == 1.0
