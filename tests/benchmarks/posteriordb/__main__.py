@@ -55,7 +55,7 @@ def errors(name: str, draws: dict[str, Tensor]) -> tuple[float, float]:
     """Return the largest error of a mean and of a log standard deviation."""
     got, wanted = MODELS[name]().quantities(draws), reference(name).items()
     means = [float((got[k].mean() - mean).abs()) / sd for k, (mean, sd) in wanted]
-    sds = [abs(math.log(float(got[k].std()) / sd)) for k, (_, sd) in wanted]
+    sds = [float((got[k].std() / sd).log().abs()) for k, (_, sd) in wanted]
     return max(means), max(sds)
 
 
