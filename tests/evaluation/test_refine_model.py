@@ -64,18 +64,19 @@ def test_affine_maps_of_latents_map_the_draws():
 
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_moments_of_a_gaussian_posterior_over_seeds(count):
-    """Errors of means, in units of those of 1,000 independent draws, have mean 0."""
+    """Errors of means and of scales, in units of 1,000 independent draws, have mean 0."""
     exact = ConjugateGaussian(N=2)
     mean, sd = exact.posterior()
-    z = []
+    of_means, of_scales = [], []
     for seed in range(count):
         draws = refine(exact.model, seed=seed)
         assert draws.verdict.trusted
-        z.append((draws["z"].mean(0) - mean) / sd * 1000**0.5)
+        of_means.append((draws["z"].mean(0) - mean) / sd * 1000**0.5)
+        of_scales.append((draws["z"].std(0) / sd).log() * 2000**0.5)
         assert_near(draws["z"], mean, sd)
-    z = torch.stack(z)
-    assert float(z.mean().abs()) < 5 / z.numel() ** 0.5
-    assert float(z.square().mean()) < 2.5
+    for z in (torch.stack(of_means), torch.stack(of_scales)):
+        assert float(z.mean().abs()) < 5 / z.numel() ** 0.5
+        assert float(z.square().mean()) < 2.5
 
 
 def test_two_modes_are_both_reported_with_their_masses():

@@ -26,9 +26,9 @@ def refined(name: str, seed: int) -> tuple[Draws, str]:
 class _Drawn(pyro.distributions.ImproperUniform):
     """A flat distribution with draws, from which Pyro takes a first value."""
 
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: tuple[int, ...] = ()) -> Tensor:
         transform = biject_to(self.support)
-        shape = transform.inverse_shape(sample_shape + self.batch_shape + self.event_shape)
+        shape = transform.inverse_shape(sample_shape + self.shape())
         return transform(4 * torch.rand(shape) - 2)
 
 
