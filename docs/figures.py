@@ -84,6 +84,30 @@ def posteriors() -> None:
     figure.savefig(IMAGES / "posteriors.png", dpi=110)
 
 
+def posteriordb() -> None:
+    """Draw the errors of draws over the time, one marker for each posterior and method."""
+    table = read("posteriordb_methods")
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = figure.subplots()
+    colors = ((BLUE, "s"), (BLACK, "o"), (PINK, "D"), (ORANGE, "^"), (GREEN, "v"))
+    for method, (color, marker) in zip(table.header[1:], colors, strict=True):
+        cells = [cell.split(", ") for cell in (table(row[0], method) for row in table.rows)]
+        points = [(float(c[2]), max(map(float, c[:2]))) for c in cells if len(c) == 3]
+        if points:
+            x, y = zip(*points, strict=True)
+            style = {"color": color, "marker": marker, "alpha": 0.8, "label": method}
+            axes.scatter(x, [min(error, 100.0) for error in y], s=36, **style)
+    axes.axhline(0.15, color="#777777", linestyle="--", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="CPU seconds, with compilation")
+    axes.set_ylabel("largest error of a mean or log sd")
+    axes.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+    axes.set_yticks([0.03, 0.15, 1, 10, 100], ["0.03", "0.15", "1", "10", "100 or more"])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(IMAGES / "posteriordb.png", dpi=120)
+
+
 def frontier() -> None:
     """Draw the bound over the number of transitions, one panel for each model."""
     table, guides = read("frontier_transitions"), read("frontier")
@@ -180,6 +204,7 @@ def moving_mnist() -> None:
 if __name__ == "__main__":
     hero()
     posteriors()
+    posteriordb()
     frontier()
     mnist()
     moving_mnist()

@@ -338,7 +338,7 @@ class Whitening:
         moves = torch.ones_like(self.mean) if self.movable is None else self.movable
         mean = white.mean(0) * moves
         centered = (white - mean) * moves
-        floor = torch.where(moves > 0, shrinkage, 1.0)
+        floor = torch.full_like(moves, shrinkage).where(moves > 0, 1.0)
         if not self.dense:
             scale = ((1 - shrinkage) * centered.square().mean(0) + floor).sqrt()
             return replace(self, mean=self.position(mean), factor=self.factor * scale)

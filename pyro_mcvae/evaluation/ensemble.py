@@ -34,6 +34,10 @@ _SHRINKS, _LOW, _STEADY = 20, 10.0, 0.2
 # of a standard deviation. The largest distance of a chain from the others, in standard deviations
 # of the means of chains. The smallest acceptance of a chain.
 _R_HAT, _ERROR, _AWAY, _SLOW = 1.02, 0.055, 8.0, 0.1
+# The share of draws at either end of a value, and the largest share of proposals from there that
+# are rejected. Chains that hardly leave a region hardly enter it either, such as the neck of a
+# funnel, and most of it can be missing.
+_END, _REJECTED = 0.05, 0.75
 # Fewer draws are checked as so many: they are from the same chains, but have larger errors. The
 # errors of chains are limited, and those of draws that are selected from them by 1.4 times as much.
 _FEWEST = 1000
@@ -270,7 +274,9 @@ class Ensemble:
         r_hats = split_r_hat(z, squares)
         of_chains = z.mean(1)
         away = (of_chains / of_chains.std(0)).abs().amax(0)
-        acceptance = torch.stack(self._acceptances[begin:], 1).mean(1)
+        acceptances = torch.stack(self._acceptances[begin:], 1)
+        rejected = 1 - at_ends(deviations[:, :-1, :-1], acceptances[:, 1:])
+        acceptance = acceptances.mean(1)
         self.r_hat, self.acceptance = float(r_hats.max()), acceptance
         self.size = float(torch.stack(sizes).min())
         self.k = float(pareto_k(torch.cat(self._log_weights)))
@@ -281,6 +287,7 @@ class Ensemble:
             (errors[0], _ERROR, "the mean of {} has an error of {:.2f} standard deviations"),
             (errors[1], _ERROR, "the standard deviation of {} has a relative error of {:.2f}"),
             (away, _AWAY, "a chain stays away from the others in {}, by {:.0f} of its errors"),
+            (rejected, _REJECTED, "chains hardly move at an end of {}: {:.0%} are rejected there"),
         )
         for numbers, limit, text in checks:
             i = int(numbers.nan_to_num(math.inf).argmax())
@@ -290,6 +297,19 @@ class Ensemble:
         if slow:
             reasons.append(f"{slow} of {len(acceptance)} chains hardly move")
         return reasons
+
+
+def at_ends(starts: Tensor, acceptance: Tensor) -> Tensor:
+    """
+    Return the smaller of the mean acceptances where a value is small and where it is large.
+
+    :param starts: shape ``[chains, transitions, D]``.
+    :param acceptance: of the transitions that start there, shape ``[chains, transitions]``.
+    """
+    order = starts.flatten(0, 1).argsort(0)
+    count = math.ceil(_END * len(order))
+    ends = torch.stack([order[:count], order[-count:]])
+    return acceptance.flatten()[ends].mean(1).amin(0)
 
 
 def normal_scores(draws: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class _Flat(pyro.distributions.TorchDistribution):
     has_rsample = True
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, fn: Distribution) -> None:
-        self._fn, self._transform = fn, bijection_of(fn)
+    def __init__(self, fn: Distribution, like: Tensor) -> None:
+        self._fn, self._transform, self._like = fn, bijection_of(fn), like
         super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
 
     @property
@@ -44,11 +44,11 @@ class _Flat(pyro.distributions.TorchDistribution):
         return self._fn.support
 
     def expand(self, batch_shape: Any, _instance: object = None) -> _Flat:
-        return _Flat(self._fn.expand(batch_shape))
+        return _Flat(self._fn.expand(batch_shape), self._like)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         shape = self._transform.inverse_shape(torch.Size(sample_shape) + self.shape())
-        return cast("Tensor", self._transform(torch.empty(shape).uniform_(-_NEAR, _NEAR)))
+        return cast("Tensor", self._transform(self._like.new_empty(shape).uniform_(-_NEAR, _NEAR)))
 
     def log_prob(self, value: Tensor) -> Tensor:
         at = self._transform.inv(value)
@@ -66,7 +66,12 @@ def _feasible(site: Site) -> Tensor:
             f"model, or pass a guide that draws it"
         )
     transform = transform_to(known_support(site["fn"]))
-    return cast("Tensor", transform(torch.zeros(transform.inverse_shape(site["fn"].shape()))))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            like = site["fn"].sample()
+        except NotImplementedError:  # of a flat distribution, which has no dtype
+            like = torch.empty(())
+    return cast("Tensor", transform(like.new_zeros(transform.inverse_shape(site["fn"].shape()))))
 
 
 class _LatentMask(poutine.messenger.Messenger):
@@ -112,7 +117,8 @@ class FlatGuide(AutoGuide):
             with ExitStack() as stack:
                 for frame in plate_frames(site):
                     stack.enter_context(plates[frame.name])
-                values[name] = pyro.sample(name, _Flat(with_mask(site["fn"], None) or site["fn"]))
+                fn = with_mask(site["fn"], None) or site["fn"]
+                values[name] = pyro.sample(name, _Flat(fn, site["value"]))
         return values
 
 

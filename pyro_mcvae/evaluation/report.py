@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -465,13 +465,19 @@ def _by_chains(weights: ImportanceSampler, options: Options) -> tuple[LogEvidenc
         options = replace(options, coordinates="whitened", warmup=max(1, options.warmup))
     annealing = replace(options, schedule=_STEPS).annealing()
     assert annealing is not None
+    chains = _optional("guide's draws", lambda: estimate(weights.annealed(annealing), count))
+    return (None, chains) if isinstance(chains, str) else (chains, "")
+
+
+def _optional(start: str, run: Callable[[], LogEvidence]) -> LogEvidence | str:
+    """Return the evidence by chains without which the report is complete, or why none ran."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return estimate(weights.annealed(annealing), count), ""
+            return run()
     except (ValueError, RuntimeError, NotImplementedError, OutOfTimeError) as error:
-        _logger.info("chains from the guide's draws did not run: %s", first_line(error))
-        return None, first_line(error)
+        _logger.info("chains from the %s did not run: %s", start, first_line(error))
+        return first_line(error)
 
 
 def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence | str:
@@ -489,21 +495,17 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
     """
     if weights.fixed_latents:
         return f"{', '.join(weights.fixed_latents)} are fixed, but the prior draws them"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            prior = weights.of_prior()
-            if not prior.discrete:
-                fewest = max(_FEWEST_FROM_PRIOR, _FROM_PRIOR // weights.elements)
-                num_particles = min(num_particles, fewest)
-                kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
-                options = Options(schedule=DEFAULT_STEPS, kernel=kernel, warmup=_WARMUP)
-                prior.annealing = options.annealing()
-            return estimate(prior, num_particles, all_labellings=False)
-    except (ValueError, RuntimeError, NotImplementedError, OutOfTimeError) as error:
-        # These chains are optional: the report is complete without them.
-        _logger.info("chains from the prior did not run: %s", first_line(error))
-        return first_line(error)
+
+    def run() -> LogEvidence:
+        prior, count = weights.of_prior(), num_particles
+        if not prior.discrete:
+            count = min(count, max(_FEWEST_FROM_PRIOR, _FROM_PRIOR // weights.elements))
+            kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
+            options = Options(schedule=DEFAULT_STEPS, kernel=kernel, warmup=_WARMUP)
+            prior.annealing = options.annealing()
+        return estimate(prior, count, all_labellings=False)
+
+    return _optional("prior", run)
 
 
 def _row(name: str, evidence: LogEvidence) -> list[str]:

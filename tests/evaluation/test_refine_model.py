@@ -64,18 +64,19 @@ def test_affine_maps_of_latents_map_the_draws():
 
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_moments_of_a_gaussian_posterior_over_seeds(count):
-    """Errors of means, in units of those of 1,000 independent draws, have mean 0."""
+    """Errors of means and of scales, in units of 1,000 independent draws, have mean 0."""
     exact = ConjugateGaussian(N=2)
     mean, sd = exact.posterior()
-    z = []
+    of_means, of_scales = [], []
     for seed in range(count):
         draws = refine(exact.model, seed=seed)
         assert draws.verdict.trusted
-        z.append((draws["z"].mean(0) - mean) / sd * 1000**0.5)
+        of_means.append((draws["z"].mean(0) - mean) / sd * 1000**0.5)
+        of_scales.append((draws["z"].std(0) / sd).log() * 2000**0.5)
         assert_near(draws["z"], mean, sd)
-    z = torch.stack(z)
-    assert float(z.mean().abs()) < 5 / z.numel() ** 0.5
-    assert float(z.square().mean()) < 2.5
+    for z in (torch.stack(of_means), torch.stack(of_scales)):
+        assert float(z.mean().abs()) < 5 / z.numel() ** 0.5
+        assert float(z.square().mean()) < 2.5
 
 
 def test_two_modes_are_both_reported_with_their_masses():
@@ -214,6 +215,25 @@ def test_the_argument_after_the_model_is_a_guide_if_it_is_callable():
     assert torch.equal(kwargs["z"], draws["z"])
 
 
+def test_draws_have_the_dtype_of_their_site():
+    """Also where the default is another one, and a product needs both factors in one dtype."""
+    torch.set_default_dtype(torch.float32)  # the fixture of all tests restores it
+    x = torch.linspace(0.0, 1.0, 20, dtype=torch.float64)
+    design = torch.stack([torch.ones_like(x), x], -1)
+    y = design.sum(-1) + 0.3 * torch.sin(17 * x)
+
+    def model():
+        b = pyro.sample("b", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        mean = (design @ b.unsqueeze(-1)).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    covariance = torch.linalg.inv(design.T @ design + torch.eye(2))
+    draws = refine(model, seed=0)
+    assert draws["b"].dtype == torch.float64
+    assert draws.verdict.trusted
+    assert_near(draws["b"], covariance @ design.T @ y, covariance.diagonal().sqrt())
+
+
 def test_a_guide_that_misses_a_mode_does_not_hide_it():
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 10.0))
@@ -307,3 +327,24 @@ def test_normal_scores_of_equal_draws_are_equal():
     scores = normal_scores(torch.tensor([0.0, 1.0, 1.0, 2.0]).reshape(2, 2, 1)).flatten()
     assert scores[1] == scores[2]
     assert scores.sum() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_neck_that_chains_do_not_enter_is_not_trusted(briefly):
+    """A funnel: half of the mass of ``s`` is where the scales of ``z`` are 0.03 and less."""
+
+    def model():
+        s = pyro.sample("s", dist.Normal(0.0, 5.0))
+        pyro.sample("z", dist.Normal(0.0, s.exp().unsqueeze(-1)).expand([9]).to_event(1))
+        pyro.factor("f", torch.zeros(()))
+
+    draws = refine(model, seed=0)
+    assert any("hardly move at an end of s" in reason for reason in draws.verdict.reasons)
+
+
+def test_acceptance_at_the_ends_of_a_value():
+    starts = torch.linspace(0.0, 1.0, 200).reshape(10, 20, 1)
+    acceptance = torch.ones(10, 20)
+    acceptance[-1, 10:] = 0.2  # from the largest 5 %
+    assert float(ensemble.at_ends(starts, acceptance)) == pytest.approx(0.2)
+    assert float(ensemble.at_ends(-starts, acceptance)) == pytest.approx(0.2)
+    assert float(ensemble.at_ends(starts, torch.ones(10, 20))) == 1.0

@@ -214,3 +214,26 @@ def test_discrete_latents_and_no_warm_up_are_refused():
     exact = ConjugateGaussian(N=5)
     with pytest.raises(ValueError, match="warmup must be an int of at least 1"):
         log_evidence(exact.model, exact.guide, **(WHITE | {"warmup": 0}))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
+def test_latents_and_defaults_may_have_different_dtypes(dtypes):
+    """Float32 latents in a double precision model, and the reverse."""
+    latents, default = (getattr(torch, name) for name in dtypes)
+    torch.set_default_dtype(default)  # the fixture of all tests restores it
+    y = torch.tensor([-2.0, 0.0, 1.0], dtype=torch.float64)
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2, dtype=latents), 1.0).to_event(1))
+            pyro.sample("y", dist.Normal(z.double().sum(-1), 1.0), obs=y)
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(torch.zeros(2, dtype=latents), 1.0).to_event(1))
+
+    chains = {"coordinates": "whitened", "num_particles": 1, "schedule": 3, "warmup": 4}
+    draws = refine(model, guide, seed=0, num_samples=500, num_transitions=5, **chains)
+    assert draws["z"].dtype == latents
+    error = (draws["z"].mean(0) - (y / 3)[:, None]) / (2 / 3 / 500) ** 0.5
+    assert float(error.abs().max()) < 5
