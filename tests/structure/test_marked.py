@@ -60,6 +60,8 @@ PROGRAMS = {
     "permuted and back": (lambda z: z[[1, 0, 3, 2]][[1, 0, 3, 2]], False),
     "own branch": (lambda z: torch.where(z > 1, z, -z), False),
     "table": (lambda z: torch.arange(4.0)[(z > 9).long()], False),
+    "branch not taken": (lambda z: torch.where(z > 9, z.roll(1, -1), z), True),
+    "branch of another number": (lambda z: torch.where(FIRST > 9, z.mean(), z), True),
     "rare gate": (lambda z: z + torch.where(z[..., :1] > 5.0, 3.0, 0.0) * FIRST, True),
     "zero coefficient": (lambda z: z + 0.0 * z.sum(), True),
     "zero matrix": (lambda z: torch.zeros(4, 4) @ z, True),
@@ -89,6 +91,12 @@ def test_batch_statistics_couple_like_anything_else(train):
     layer = nn.BatchNorm1d(3).train(train)
     model, guide = pair(lambda z: layer(z)[..., 0], dim=3)
     assert bool(marked_run(Programs(model, guide, (), {}), {}).coupled) == train
+
+
+def test_batch_statistics_couple_in_eval_mode_if_none_are_tracked():
+    layer = nn.BatchNorm1d(3, track_running_stats=False).eval()
+    both = pair(lambda z: layer(z)[..., 0], dim=3)
+    assert TraceIWAE_ELBO(2).bounds(*both).plates == ()
 
 
 def test_masked_entries_and_slices_do_not_couple():
