@@ -488,14 +488,22 @@ class Dependencies:
         for part in _kind(kind).written:
             for key, attr in list(vars(part).items()):
                 if is_a(attr, FunctionType) and self._is_executed(attr):
-                    if value is not kind and instance_attrs is not None and key not in instance_attrs:
+                    if (
+                        value is not kind
+                        and instance_attrs is not None
+                        and key not in instance_attrs
+                    ):
                         has = instance_attrs.__contains__
                         yield Entry(has, key, False, f"method '{key}' of an object")
                     if (id(part), key) not in self._methods:
                         self._methods.add((id(part), key))
                         yield Entry(vars(part).get, key, attr, f"method '{key}' of {part.__name__}")
                 slot = is_a(attr, MemberDescriptorType) and value is not kind
-                datum = key not in (instance_attrs or ()) and not key.startswith("__") and _is_datum(attr)
+                datum = (
+                    key not in (instance_attrs or ())
+                    and not key.startswith("__")
+                    and _is_datum(attr)
+                )
                 if slot or (datum and self._is_read(attr, key)):
                     # The value of another descriptor is computed, as by PyroSample, which draws it.
                     computed = hasattr(type(attr), "__get__") and not slot

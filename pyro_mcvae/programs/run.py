@@ -80,9 +80,7 @@ class Programs:
         leaves, spec = flat(self.args, self.kwargs)
         floats = tuple([leaf for leaf in leaves if type(leaf) is float])
         key = (torch.is_grad_enabled(), spec, *map(_about, leaves))
-        return Call(
-            key, floats, [leaf for leaf in leaves if not is_a(leaf, (*_PLAIN, float))]
-        )
+        return Call(key, floats, [leaf for leaf in leaves if not is_a(leaf, (*_PLAIN, float))])
 
     @cached_property
     def read(self) -> Dependencies:

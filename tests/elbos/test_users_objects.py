@@ -7,7 +7,6 @@ from unittest.mock import MagicMock
 
 import pyro
 import pyro.distributions as dist
-import pytest
 import torch
 from pyro.infer import SVI
 
