@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from types import MethodType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import pyro
 import torch
@@ -113,7 +113,7 @@ def _is_input(leaf: object) -> bool:
 
 
 def _about(index: int, leaf: object) -> Hashable:
-    if type(leaf) in _TENSORS and _has_strides(leaf) and not leaf.requires_grad:
+    if is_a(leaf, Tensor) and _is_ordinary(leaf) and not leaf.requires_grad:
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     if type(leaf) is float:
         return float
@@ -131,6 +131,10 @@ def _about(index: int, leaf: object) -> Hashable:
     )
 
 
+def _is_ordinary(tensor: Tensor) -> bool:
+    return type(tensor) in _TENSORS and _has_strides(tensor)
+
+
 def _has_strides(tensor: Tensor) -> bool:
     return tensor.layout in (torch.strided, torch.sparse_coo) and not tensor.is_nested
 
@@ -138,7 +142,7 @@ def _has_strides(tensor: Tensor) -> bool:
 def _hashable(program: object) -> Hashable:
     # Objects of dataclasses have no hash, so their methods are hashed by the identity of the
     # object.
-    return cast(Hashable, program) if is_hashable(program) else MethodType(id, program)
+    return program if is_hashable(program) else MethodType(id, program)
 
 
 def _settings() -> tuple[Hashable, ...]:

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from pyro.infer import SVI
 
@@ -152,3 +153,11 @@ def losses(name, held, place):
 def test_losses_are_those_without_the_object(kind, place, name):
     place = "closure" if kind in NOT_AS_ARGUMENTS and place == "argument" else place
     assert losses(name, OBJECTS[kind](), place) == losses(name, None, place)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_argument_is_not_recorded(caplog):
+    """A recording guards the strides of its arguments, which some layouts do not have."""
+    sparse = torch.eye(3, dtype=X.dtype).to_sparse_csr()
+    assert losses("compiled", sparse, "argument") == losses("sgvb", None, "argument")
+    assert "argument 1 is a tensor of layout torch.sparse_csr" in caplog.text
