@@ -33,8 +33,11 @@ from pyro_mcvae.programs.outside_values import (
     Entry,
     ExecutedCode,
     GeneratorStates,
+    is_a,
+    is_hashable,
     is_plain,
     is_written,
+    space_of,
 )
 from pyro_mcvae.programs.run import flat
 from pyro_mcvae.programs.types import Program
@@ -83,7 +86,7 @@ class Call:
     def inputs(self) -> list[Tensor]:
         """Return the tensors, and the floats as tensors of their precision."""
         return [
-            leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=torch.float64)
+            leaf if is_a(leaf, Tensor) else torch.tensor(leaf, dtype=torch.float64)
             for leaf in self.leaves
             if _is_input(leaf)
         ]
@@ -91,7 +94,7 @@ class Call:
     def numbers(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the inputs that are floats."""
         pairs = zip(inputs, filter(_is_input, self.leaves), strict=True)
-        return [number for number, leaf in pairs if not isinstance(leaf, Tensor)]
+        return [number for number, leaf in pairs if not is_a(leaf, Tensor)]
 
     def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
         """Return the arguments with other tensors instead of the inputs."""
@@ -106,18 +109,19 @@ class Call:
 
 def _is_input(leaf: object) -> bool:
     """Return whether a leaf may have another value at each replay."""
-    return isinstance(leaf, Tensor) or type(leaf) is float
+    return is_a(leaf, Tensor) or type(leaf) is float
 
 
 def _about(index: int, leaf: object) -> Hashable:
-    if isinstance(leaf, Tensor) and type(leaf) in _TENSORS and not leaf.requires_grad:
+    if is_a(leaf, Tensor) and _is_ordinary(leaf) and not leaf.requires_grad:
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     if type(leaf) is float:
         return float
-    if isinstance(leaf, (*_PLAIN, float)):
-        return (type(leaf), leaf)
-    if isinstance(leaf, Tensor):
-        why = "requires a gradient" if leaf.requires_grad else f"is a {type(leaf).__name__}"
+    if is_a(leaf, (*_PLAIN, float)):
+        return (type(leaf), _hashable(leaf))
+    if is_a(leaf, Tensor):
+        kind = type(leaf).__name__ if _has_strides(leaf) else f"tensor of layout {leaf.layout}"
+        why = "requires a gradient" if leaf.requires_grad else f"is a {kind}"
     elif callable(leaf):
         return _hashable(leaf)  # its globals and attributes are watched separately
     else:
@@ -127,10 +131,18 @@ def _about(index: int, leaf: object) -> Hashable:
     )
 
 
+def _is_ordinary(tensor: Tensor) -> bool:
+    return type(tensor) in _TENSORS and _has_strides(tensor)
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    return tensor.layout in (torch.strided, torch.sparse_coo) and not tensor.is_nested
+
+
 def _hashable(program: object) -> Hashable:
     # Objects of dataclasses have no hash, so their methods are hashed by the identity of the
     # object.
-    return program if isinstance(program, Hashable) else MethodType(id, program)
+    return program if is_hashable(program) else MethodType(id, program)
 
 
 def _settings() -> tuple[Hashable, ...]:
@@ -259,13 +271,13 @@ class Surroundings:
         self._generators = GeneratorStates(self._before)
         self._names = set(pyro.get_param_store()._params)
         self._roots, self._expected = roots, executed
-        tensors = [root for root in roots if isinstance(root, Tensor)]
+        tensors = [root for root in roots if is_a(root, Tensor)]
         self._outside = OutsideState(self._before.with_arguments(*tensors))
         self.executed = ExecutedCode()
         self._spaces: list[tuple[type, dict[str, Any], dict[str, Any]]] = []
         for value in self._before.objects:
-            spaces = [vars(value)] if hasattr(value, "__dict__") else []
-            if isinstance(value, nn.Module):
+            spaces = [space] if (space := space_of(value)) is not None else []
+            if is_a(value, nn.Module):
                 spaces.append(value._buffers)
             self._spaces += [(type(value), space, dict(space)) for space in spaces]
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import signature
+from types import CodeType
 from typing import Any
 
 import pyro
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.outside_state import OF_MODULES, OutsideState
-from pyro_mcvae.programs.outside_values import Dependencies, attribute
+from pyro_mcvae.programs.outside_values import Dependencies, attribute, is_a, items_of, space_of
 from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The modules of programs.
@@ -37,7 +38,7 @@ def find_modules(*programs: Program) -> list[nn.Module]:
     seen: dict[int, object] = {}
 
     def visit(value: object, depth: int) -> None:
-        if depth > _DEPTH or isinstance(value, _LEAVES) or id(value) in seen:
+        if depth > _DEPTH or is_a(value, _LEAVES) or id(value) in seen:
             return
         seen[id(value)] = value
         for part in _parts(value):
@@ -45,38 +46,41 @@ def find_modules(*programs: Program) -> list[nn.Module]:
 
     for program in (*programs, *map(poutine.unwrap, programs)):
         visit(program, 0)
-    return [value for value in seen.values() if isinstance(value, nn.Module)]
+    return [value for value in seen.values() if is_a(value, nn.Module)]
 
 
 def _parts(value: object) -> Iterator[object]:
     # This runs in every step, so the attributes of each nn.Module are left out.
-    if isinstance(value, nn.Module):
+    if is_a(value, nn.Module):
         yield from value.children()
         yield from (v for name, v in vars(value).items() if name not in OF_MODULES)
         return
-    if isinstance(value, list | tuple | dict):
-        yield from value.values() if isinstance(value, dict) else value
+    if is_a(value, list | tuple | dict):
+        yield from items_of(value)
         return  # a mapping whose items are attributes may raise KeyError for others
-    if isinstance(value, functools.partial):
+    if is_a(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     is_own = not str(attribute(value, "__module__", "")).startswith(_OTHERS)
     yield from {**(globals_of(value) if is_own else {}), **closure_of(value)}.values()
     yield from (attribute(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
-    yield from attribute(value, "__dict__", {}).values()
+    yield from (space_of(value) or {}).values()
 
 
 def globals_of(function: object) -> dict[str, object]:
     """Return the globals that a function refers to."""
-    names = attribute(attribute(function, "__code__"), "co_names", ())
-    scope = attribute(function, "__globals__", {})
-    return {name: scope[name] for name in names if name in scope}
+    code, scope = attribute(function, "__code__"), attribute(function, "__globals__")
+    if not (is_a(code, CodeType) and is_a(scope, dict)):
+        return {}
+    return {name: scope[name] for name in code.co_names if name in scope}
 
 
 def closure_of(function: object) -> dict[str, object]:
     """Return the variables that a function closes over."""
-    names = attribute(attribute(function, "__code__"), "co_freevars", ())
-    variables = {}
-    for name, cell in zip(names, attribute(function, "__closure__", None) or (), strict=False):
+    code, cells = attribute(function, "__code__"), attribute(function, "__closure__")
+    variables: dict[str, object] = {}
+    if not (is_a(code, CodeType) and is_a(cells, tuple)):
+        return variables
+    for name, cell in zip(code.co_freevars, cells, strict=False):
         with suppress(ValueError):  # the variable has no value yet
             variables[name] = cell.cell_contents
     return variables

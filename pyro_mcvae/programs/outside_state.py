@@ -39,9 +39,12 @@ from pyro_mcvae.programs.outside_values import (
     can_be_split,
     contents,
     flat_items,
+    is_a,
     is_plain,
     is_written,
+    items_of,
     numpy,
+    space_of,
 )
 
 # The getters by which containers are compared.
@@ -79,22 +82,22 @@ class OutsideState:
 
     def __init__(self, read: Dependencies, generators: bool = True) -> None:
         self._iterators = _split_iterators(read)
-        modules = [o for o in read.objects if isinstance(o, nn.Module)]
-        spaces = [vars(o) for o in read.objects if _is_left(o)]
+        modules = [o for o in read.objects if is_a(o, nn.Module)]
+        spaces = [space_of(o) or {} for o in read.objects if _is_left(o)]
         left = {id(v) for space in spaces for v in (space, *space.values())}
         entries = [e for e in read.entries if id(_container(e)) not in left]
         containers: list[tuple[Any, str]] = [
             (e.key, e.name)
             for e in entries
-            if e.get in _OF_CONTAINERS and isinstance(e.key, list | dict | set | deque)
+            if e.get in _OF_CONTAINERS and is_a(e.key, list | dict | set | deque)
         ]
         containers += [
-            (vars(o), f"an attribute of {_name_of(o)}")
+            (space, f"an attribute of {_name_of(o)}")
             for o in read.objects
-            if hasattr(o, "__dict__") and not _is_of_a_library(o)
+            if not _is_of_a_library(o) and (space := space_of(o)) is not None
         ]
         containers = [(c, name) for c, name in containers if id(c) not in left]
-        self._held = [(c, c.copy(), name) for c, name in _with_inner(containers)]
+        self._held = [(c, _copy(c), name) for c, name in _with_inner(containers)]
         held = {id(c) for c, _, _ in self._held}
         self._values = [
             e._replace(value=e.get(e.key))
@@ -102,9 +105,9 @@ class OutsideState:
             if e.get not in _OF_CONTAINERS and id(_container(e)) not in held
         ]
         in_modules = {id(b) for m in modules for b in m._buffers.values()}
-        tensors = {id(e.value): (e.value, e.name) for e in entries if isinstance(e.value, Tensor)}
+        tensors = {id(e.value): (e.value, e.name) for e in entries if is_a(e.value, Tensor)}
         self._generators = GeneratorStates(read) if generators else None
-        optimizers = [o for o in read.objects if isinstance(o, Optimizer)]
+        optimizers = [o for o in read.objects if is_a(o, Optimizer)]
         optimized = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
         self._tensors = [
             _SavedTensor(tensor, name, key in in_modules)
@@ -152,7 +155,7 @@ class OutsideState:
             iterator.put_back()
         if self._generators is not None:
             self._generators.put_back()
-        return next((n for n, now in found if isinstance(now, Tensor) and is_mapped(now)), "")
+        return next((n for n, now in found if is_a(now, Tensor) and is_mapped(now)), "")
 
 
 class StateOfOneRun:
@@ -189,7 +192,7 @@ class StateOfOneRun:
 
 def buffers_of(read: Dependencies) -> Dependencies:
     """Return only the buffers of modules."""
-    modules: list[object] = [o for o in read.objects if isinstance(o, nn.Module)]
+    modules: list[object] = [o for o in read.objects if is_a(o, nn.Module)]
     spaces = {id(vars(m)["_buffers"]) for m in modules}
     entries = [e for e in read.entries if id(_container(e)) in spaces]
     return replace(read, entries=entries, objects=modules, generators={}, torch_generators={})
@@ -197,12 +200,17 @@ def buffers_of(read: Dependencies) -> Dependencies:
 
 def _name_of(value: object) -> str:
     """Return the name of a function or class, or of an object's class."""
-    named = isinstance(value, type | FunctionType)
+    named = is_a(value, type | FunctionType)
     return str(cast(Any, value if named else type(value)).__name__)
 
 
 def _is_of_a_library(value: object) -> bool:
-    return type(value).__module__.startswith(_LIBRARIES)
+    return _module_of(value).startswith(_LIBRARIES)
+
+
+def _module_of(value: object) -> str:
+    """Return the name of the module in which the class of an object is defined."""
+    return str(attribute(type(value), "__module__", ""))
 
 
 def _is_left(value: object) -> bool:
@@ -211,17 +219,17 @@ def _is_left(value: object) -> bool:
 
     The first run sets up lazy modules and AutoGuides. The package restores its own objects itself.
     """
-    if type(value).__module__.startswith("pyro_mcvae."):
-        return hasattr(value, "__dict__")
-    if isinstance(value, LazyModuleMixin):
+    if _module_of(value).startswith("pyro_mcvae."):
+        return space_of(value) is not None
+    if is_a(value, LazyModuleMixin):
         return bool(cast(Any, value).has_uninitialized_params())
-    return getattr(value, "__dict__", {}).get("prototype_trace", value) is None
+    return (space_of(value) or {}).get("prototype_trace", value) is None
 
 
 def _container(entry: Entry) -> object:
     """Return the container of an entry's value, if it is an item or attribute."""
     get = entry.get
-    if isinstance(get, functools.partial):
+    if is_a(get, functools.partial):
         return get.args[0]
     return getattr(get, "__self__", None)
 
@@ -261,9 +269,9 @@ def _with_inner(containers: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
     known = {id(c) for c, _ in containers}
     found = [*containers]
     for container, name in found:
-        items = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, value in items:
-            is_own = isinstance(value, list | dict | set | deque) and key not in OF_MODULES
+        pairs = dict.items(container) if is_a(container, dict) else enumerate(items_of(container))
+        for key, value in pairs:
+            is_own = is_a(value, list | dict | set | deque) and key not in OF_MODULES
             if is_own and id(value) not in known:
                 known.add(id(value))
                 found.append((value, name))
@@ -304,30 +312,39 @@ def _split_iterators(read: Dependencies) -> list[_SavedIterator]:
 
 def _pairs(container: Any, before: Any) -> list[tuple[object, object]]:
     """Return what was at each place of a container before, and what is there now."""
-    if isinstance(container, dict):
+    container = _copy(container)
+    if is_a(container, dict):
         keys = dict.fromkeys([*before, *container])
         return [(before.get(k, MISSING), container.get(k, MISSING)) for k in keys]
-    if isinstance(container, set):
+    if is_a(container, set):
         return [(_ADDED, v) for v in container - before]
     return [*itertools.zip_longest(before, container, fillvalue=_ADDED)]
 
 
+def _copy(container: Any) -> Any:
+    """Return the items of a container in one of Python's types, whatever its class overrides."""
+    kind: Any = next(k for k in (dict, list, set, deque) if is_a(container, k))
+    return kind(dict.items(container) if kind is dict else kind.__iter__(container))
+
+
 def _holds(container: Any, items: Any) -> bool:
     """Return whether a container has the same objects as before."""
+    container = container if type(container) in CONTAINERS else _copy(container)
     if len(container) != len(items):
         return False
-    if isinstance(container, dict):
+    if is_a(container, dict):
         return all(container.get(key, MISSING) is value for key, value in items.items())
-    if isinstance(container, set):
+    if is_a(container, set):
         return bool(container == items)
     return all(map(operator.is_, container, items))
 
 
 def _with_made(container: Any, items: Any) -> Any:
     """Return the items of a container before a run, with what the run has made there."""
-    if not isinstance(container, dict):
+    container = _copy(container)
+    if not is_a(container, dict):
         is_setup = not items and any(_is_made(MISSING, now) for now in container)
-        return container.copy() if is_setup else items
+        return container if is_setup else items
     pairs = {k: (items.get(k, MISSING), now) for k, now in container.items()}
     if not any(_is_made(*pair) for pair in pairs.values()):
         return items
@@ -336,15 +353,15 @@ def _with_made(container: Any, items: Any) -> Any:
 
 def _stays(before: object, now: object) -> bool:
     """Return whether a value stays where a run has made something: that itself, or a flag."""
-    return _is_made(before, now) or (isinstance(now, bool) and isinstance(before, bool))
+    return _is_made(before, now) or (is_a(now, bool) and is_a(before, bool))
 
 
 def _is_made(before: object, now: object) -> bool:
     """Return whether a run has made an object in an empty place."""
     if not (before is None or before is MISSING) or now is None or now is MISSING:
         return False
-    kept = is_plain(now) or isinstance(now, (Distribution, *IMMUTABLE, *CONTAINERS))
-    return not kept and (not isinstance(now, Tensor) or isinstance(now, nn.Parameter))
+    kept = is_plain(now) or is_a(now, (Distribution, *IMMUTABLE, *CONTAINERS))
+    return not kept and (not is_a(now, Tensor) or is_a(now, nn.Parameter))
 
 
 def put_back(entry: Entry) -> None:
@@ -353,46 +370,46 @@ def put_back(entry: Entry) -> None:
     if get is contents:
         key.cell_contents = value  # type: ignore[attr-defined]
     elif get is flat_items:
-        pairs = isinstance(key, dict)
+        pairs = is_a(key, dict)
         _refill(key, zip(value[::2], value[1::2], strict=True) if pairs else value)
-    elif get is array_content and isinstance(value, bytes):
+    elif get is array_content and is_a(value, bytes):
         _put_back_array(key, value)
     elif getattr(get, "__name__", "") == "__contains__":
         cast(Any, _container(entry)).pop(key, None)
     elif get is dict:
-        _refill(vars(key) if isinstance(key, local) else key, value)
-    elif isinstance(key, ContextVar):
+        _refill(vars(key) if is_a(key, local) else key, value)
+    elif is_a(key, ContextVar):
         if value is not MISSING:
             key.set(value)
-    elif isinstance(get, functools.partial) and get.func is attribute:
+    elif is_a(get, functools.partial) and get.func is attribute:
         _put_back_attribute(get.args[0], cast(str, key), value)
-    elif isinstance(space := _container(entry), dict | list | deque):
+    elif is_a(space := _container(entry), dict | list | deque):
         if value is not MISSING:
             cast(Any, space)[key] = value
-        elif isinstance(space, dict):
+        elif is_a(space, dict):
             space.pop(key, None)
-    elif get is len and isinstance(key, list):
+    elif get is len and is_a(key, list):
         del key[value:]
 
 
 def _put_back_array(array: Any, content: bytes) -> None:
-    if isinstance(array, numpy.ndarray):
+    if is_a(array, numpy.ndarray):
         array[...] = numpy.frombuffer(content, array.dtype).reshape(array.shape)
-    elif isinstance(array, bytearray):
+    elif is_a(array, bytearray):
         array[:] = content
-    elif isinstance(array, array_of_numbers):
+    elif is_a(array, array_of_numbers):
         array[:] = array_of_numbers(array.typecode, content)
 
 
 def _put_back_attribute(owner: Any, key: str, value: object) -> None:
     """Restore an attribute where it is: in a slot of an object, or in a class."""
-    if not isinstance(owner, type):
-        getattr(owner, "__dict__", {}).pop(key, None)  # the class had the value
-    kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+    if not is_a(owner, type):
+        (space_of(owner) or {}).pop(key, None)  # the class had the value
+    kinds = (owner if is_a(owner, type) else type(owner)).__mro__
     kind = next((k for k in kinds if key in vars(k)), None)
     if kind is None or not is_written(kind):
         return
-    if not isinstance(vars(kind)[key], MemberDescriptorType):
+    if not is_a(vars(kind)[key], MemberDescriptorType):
         setattr(kind, key, value)
     elif value is not MISSING:
         setattr(owner, key, value)
@@ -401,9 +418,9 @@ def _put_back_attribute(owner: Any, key: str, value: object) -> None:
 
 
 def _refill(container: Any, items: Any) -> None:
-    if isinstance(container, list):
+    if is_a(container, list):
         container[:] = items  # other threads never see an empty one
-    elif isinstance(container, MutableMapping):
+    elif is_a(container, MutableMapping):
         before = dict(items)
         for key in set(container) - before.keys():
             del container[key]
@@ -412,4 +429,4 @@ def _refill(container: Any, items: Any) -> None:
                 container[key] = value
     else:
         container.clear()
-        (container.update if isinstance(container, set) else container.extend)(items)
+        (container.update if is_a(container, set) else container.extend)(items)

@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -30,7 +31,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import pyro
@@ -44,6 +45,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated
+
+T = TypeVar("T")
+
+
+@overload
+def is_a(value: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]: ...
+@overload
+def is_a(value: object, kind: Any) -> bool: ...
+def is_a(value: object, kind: Any) -> bool:
+    """
+    Return whether a user's object is of a class.
+
+    ``isinstance`` also believes the object's ``__class__``, by which proxies and mocks claim to be
+    tensors or modules, and which may raise any error.
+    """
+    return issubclass(type(value), kind)
+
 
 # The functions that a step executes: only values that they read can affect it.
 
@@ -120,10 +138,10 @@ def names_of(*codes: CodeType, strings: bool = True) -> dict[str, None]:
 def _names(code: CodeType, strings: bool) -> dict[str, None]:
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
+        if is_a(constant, CodeType):
             names.update(_names(constant, strings))
-        for part in constant if isinstance(constant, tuple | frozenset) else (constant,):
-            if strings and isinstance(part, str):
+        for part in constant if is_a(constant, tuple | frozenset) else (constant,):
+            if strings and is_a(part, str):
                 names[part] = None
     return names
 
@@ -186,24 +204,35 @@ class Entry(NamedTuple):
         return _is_same(self.get(self.key), self.value)
 
 
+def is_hashable(value: object) -> bool:
+    """Return whether a value has a hash; a class may have one whose objects do not."""
+    try:
+        hash(value)
+    except Exception:
+        return False
+    return True
+
+
 def is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+    return is_a(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 def _is_same(now: Any, then: Any, tensors: bool = True) -> bool:
     """Return whether two values are equal; AutoGuides, for example, remake plates at each step."""
-    if now is then or (not tensors and isinstance(now, Tensor) and isinstance(then, Tensor)):
+    if now is then or (not tensors and is_a(now, Tensor) and is_a(then, Tensor)):
         return True
     if type(now) is not type(then):
         return False
-    if isinstance(then, list | tuple):
+    if is_a(then, list | tuple):
         same = len(now) == len(then) and all(map(operator.is_, now, then))
         return same or (len(now) == len(then) and all(map(_is_same, now, then)))
-    if is_plain(then) or isinstance(then, (frozenset, *IMMUTABLE)):
-        return bool(now == then)
-    if isinstance(then, dict):
+    if is_plain(then) or is_a(then, (frozenset, *IMMUTABLE)):
+        with suppress(Exception):  # of a user's class
+            return bool(now == then)
+        return False
+    if is_a(then, dict):
         return now.keys() == then.keys() and all(_is_same(now[k], then[k]) for k in then)
-    if isinstance(then, pyro.plate):
+    if is_a(then, pyro.plate):
         return all(getattr(now, name) == getattr(then, name) for name in _OF_A_PLATE)
     return False
 
@@ -255,7 +284,7 @@ class Dependencies:
         while True:
             dependencies = cls(executed, contents, _names=frozenset(names))
             for root in roots:
-                if isinstance(root, Tensor):
+                if is_a(root, Tensor):
                     dependencies.watch_gradient(root, "an argument")
                 dependencies._visit(root, type(root).__name__, 0)
             if executed.codes is None or dependencies._named <= names:
@@ -266,7 +295,7 @@ class Dependencies:
     def with_arguments(self, *arguments: object) -> Dependencies:
         """Return the same with what the arguments of a call hold, and these tensors themselves."""
         held = Dependencies.of(*arguments, executed=ExecutedCode(unknown=True))
-        given = [t for t in arguments if isinstance(t, Tensor)]
+        given = [t for t in arguments if is_a(t, Tensor)]
         entries = [*held.entries, *(Entry(_itself, t, t, "an argument") for t in given)]
         return replace(
             self,
@@ -297,9 +326,9 @@ class Dependencies:
             self.entries.append(Entry(_version, value, value._version, name))
 
     def _visit(self, value: object, name: str, depth: int) -> None:
-        if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
+        if is_a(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
             return
-        if isinstance(value, FunctionType):
+        if is_a(value, FunctionType):
             if not self._is_executed(value):
                 return
             if not is_core(value.__code__):
@@ -307,29 +336,37 @@ class Dependencies:
                 self.objects.append(value)
                 self._named.update(names_of(value.__code__))
         self._seen[id(value)] = value
-        if isinstance(value, _CACHED):
+        if is_a(value, _CACHED):
             self._cached.add(id(value.__wrapped__))
         if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
             self._add_unsupported(
                 f"reads more than {_MAX_ENTRIES} values that may change: {_TOO_MANY}"
             )
             return
-        if isinstance(value, _GENERATORS):
+        if is_a(value, _GENERATORS):
             self.generators[name] = value
             return
-        if isinstance(value, torch.Generator):
+        if is_a(value, torch.Generator):
             self.torch_generators[name] = value
             return
-        if isinstance(value, nn.Module) or is_of_the_user(value):
-            self.objects.append(value)
-        for entry in self._entries(value, name):
+        try:
+            if is_a(value, nn.Module) or is_of_the_user(value):
+                self.objects.append(value)
+            entries, parts = [*self._entries(value, name)], [*_parts(value, name)]
+        except Exception as error:  # of a user's object, whose methods may raise any
+            kind = type(value).__qualname__
+            self._add_unsupported(
+                f"reads {name}, a {kind} that cannot be inspected ({type(error).__name__}: {error})"
+            )
+            return
+        for entry in entries:
             self.entries.append(entry)
             self._count += 1
-            if isinstance(entry.value, Tensor):
+            if is_a(entry.value, Tensor):
                 self.watch_gradient(entry.value, entry.name)
             if entry.get not in _SUMMARIES:
                 self._visit(entry.value, entry.name, depth + 1)
-        for part, label in _parts(value, name):
+        for part, label in parts:
             self._visit(part, label, depth + 1)
 
     def _is_executed(self, function: FunctionType) -> bool:
@@ -339,7 +376,7 @@ class Dependencies:
         return backward or is_cached or self.executed.has(function.__code__)
 
     def _entries(self, value: Any, name: str) -> Iterator[Entry]:
-        if isinstance(value, FunctionType):
+        if is_a(value, FunctionType):
             if not is_core(value.__code__):
                 yield from _globals(value)
                 get = functools.partial(attribute, value)
@@ -351,44 +388,44 @@ class Dependencies:
                     about = f"'{label}', which {value.__name__} closes over"
                     yield Entry(contents, cell, content, about)
             yield from self._attributes(value, value.__name__)
-        elif isinstance(value, torch.jit.ScriptModule):
+        elif is_a(value, torch.jit.ScriptModule):
             self._add_unsupported(f"runs a scripted module, {name}: use the module itself")
-        elif isinstance(value, nn.Module):
+        elif is_a(value, nn.Module):
             for kind in ("parameters", "buffers", "modules"):
                 space = getattr(value, f"_{kind}")
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
                 yield from _named(space, "", f" of the {kind} of {name}")
-        elif isinstance(value, CONTAINERS):
+        elif is_a(value, CONTAINERS):
             yield from self._items(value, name)
         elif _is_array(value):
             yield from self._array(value, name)
-        elif isinstance(value, Distribution):
+        elif is_a(value, Distribution):
             keys = [k for k in vars(value) if k in value.arg_constraints or k == "base_dist"]
             yield from _named(vars(value), "", f" of {name}", keys)
-        elif isinstance(value, Mapping):
+        elif is_a(value, Mapping):
             yield Entry(dict, value, dict(value), name)
-        elif isinstance(value, ContextVar):
+        elif is_a(value, ContextVar):
             yield Entry(_of_context, value, _of_context(value), name)
-        elif isinstance(value, local):
+        elif is_a(value, local):
             space = vars(value)
             yield Entry(dict, space, dict(space), name)
-        elif isinstance(value, SynchronizedBase) and hasattr(value, "value"):
+        elif is_a(value, SynchronizedBase) and hasattr(value, "value"):
             yield Entry(_of_processes, value, _of_processes(value), name)
-        elif isinstance(value, Iterator) and not is_of_the_user(value):
+        elif is_a(value, Iterator) and not is_of_the_user(value):
             if not can_be_split(value):
                 self.iterator = self.iterator or name
             self._add_unsupported(f"reads an iterator, {name}: pass its items as an argument")
-        if isinstance(value, ELBO):
+        if is_a(value, ELBO):
             get = functools.partial(attribute, value)
             yield Entry(get, "num_particles", get("num_particles"), f"num_particles of {name}")
-        if isinstance(value, nn.Module | Messenger | ELBO) or is_of_the_user(value):
+        if is_a(value, nn.Module | Messenger | ELBO) or is_of_the_user(value):
             yield from self._attributes(value, type(value).__name__)
             yield from self._class_attributes(value, type(value))
-        elif isinstance(value, type) and is_written(value):
+        elif is_a(value, type) and is_written(value):
             yield from self._class_attributes(value, value)
 
     def _items(self, value: Any, name: str) -> Iterator[Entry]:
-        if isinstance(value, set | frozenset):
+        if is_a(value, set | frozenset):
             self._count += len(value) // 8
             yield Entry(frozenset, value, frozenset(value), name)
             return
@@ -399,23 +436,22 @@ class Dependencies:
             )
         elif len(value) > _SHORT:
             yield Entry(flat_items, value, flat_items(value), name)
-            items = list(value.values()) if isinstance(value, dict) else value
-            for entry in items:
+            for entry in items_of(value):
                 if not is_plain(entry):
                     yield Entry(_itself, entry, entry, f"an item of {name}")
         else:
-            if isinstance(value, dict):
+            if is_a(value, dict):
                 yield Entry(tuple, value, tuple(value), f"the keys of {name}")
-            elif not isinstance(value, tuple):
+            elif not is_a(value, tuple):
                 yield Entry(len, value, len(value), f"the length of {name}")
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            pairs = dict.items(value) if is_a(value, dict) else enumerate(value)
             get = functools.partial(item, value)
             yield from (Entry(get, k, v, f"{name}[{k!r}]") for k, v in list(pairs))
 
     def _array(self, value: Any, name: str) -> Iterator[Entry]:
         size: int = getattr(value, "nbytes", 0)
         content: Any = array_content(value) if size <= _MAX_BYTES else None
-        self._bytes += len(content) if isinstance(content, bytes) else size
+        self._bytes += len(content) if is_a(content, bytes) else size
         if self._bytes > _MAX_BYTES:
             self._add_unsupported(
                 f"reads an array, {name}, of {size} bytes: {_TOO_MANY}, make it a tensor, which is "
@@ -428,14 +464,14 @@ class Dependencies:
         self.unsupported = self.unsupported or why
 
     def _attributes(self, value: object, kind: str) -> Iterator[Entry]:
-        space = getattr(value, "__dict__", {})
-        keys = [k for k in space if k not in _OF_A_MODULE or not isinstance(value, nn.Module)]
+        space = space_of(value) or {}
+        keys = [k for k in space if k not in _OF_A_MODULE or not is_a(value, nn.Module)]
         keys = [k for k in keys if self._is_read(space[k], k)]
         yield from _named(space, "attribute ", f" of {kind}", keys)
 
     def _is_read(self, value: object, name: str) -> bool:
-        large = isinstance(value, Iterator) or _is_array(value)
-        large |= isinstance(value, CONTAINERS) and len(value) > _SHORT
+        large = is_a(value, Iterator) or _is_array(value)
+        large |= is_a(value, CONTAINERS) and len(value) > _SHORT
         return _is_watched(value) and self._reads(name, large)
 
     def _reads(self, name: str, large: bool) -> bool:
@@ -447,23 +483,27 @@ class Dependencies:
 
     def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
         """Yield class attributes that the object does not override, and the values of slots."""
-        instance_attrs = () if value is kind else getattr(value, "__dict__", ())
+        instance_attrs = {} if value is kind else space_of(value)
         get = functools.partial(attribute, value)
         for part in _kind(kind).written:
             for key, attr in list(vars(part).items()):
-                if isinstance(attr, FunctionType) and self._is_executed(attr):
+                if is_a(attr, FunctionType) and self._is_executed(attr):
                     if (
                         value is not kind
+                        and instance_attrs is not None
                         and key not in instance_attrs
-                        and hasattr(value, "__dict__")
                     ):
-                        has = vars(value).__contains__
+                        has = instance_attrs.__contains__
                         yield Entry(has, key, False, f"method '{key}' of an object")
                     if (id(part), key) not in self._methods:
                         self._methods.add((id(part), key))
                         yield Entry(vars(part).get, key, attr, f"method '{key}' of {part.__name__}")
-                slot = isinstance(attr, MemberDescriptorType) and value is not kind
-                datum = key not in instance_attrs and not key.startswith("__") and _is_datum(attr)
+                slot = is_a(attr, MemberDescriptorType) and value is not kind
+                datum = (
+                    key not in (instance_attrs or ())
+                    and not key.startswith("__")
+                    and _is_datum(attr)
+                )
                 if slot or (datum and self._is_read(attr, key)):
                     # The value of another descriptor is computed, as by PyroSample, which draws it.
                     computed = hasattr(type(attr), "__get__") and not slot
@@ -497,7 +537,7 @@ class GeneratorStates:
         for rng, state in self._states.values():
             if hasattr(rng, "setstate"):
                 rng.setstate(state)
-            elif isinstance(rng, numpy.random.Generator):
+            elif is_a(rng, numpy.random.Generator):
                 rng.bit_generator.state = state
             else:
                 rng.set_state(state)
@@ -506,20 +546,20 @@ class GeneratorStates:
 def _state(generator: Any) -> Any:
     if hasattr(generator, "getstate"):
         return generator.getstate()
-    if isinstance(generator, numpy.random.Generator):
+    if is_a(generator, numpy.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
 
 
 def _is_state(now: Any, then: Any) -> bool:
     """Return whether two states are equal; NumPy's have arrays."""
-    if isinstance(then, Tensor):
+    if is_a(then, Tensor):
         return torch.equal(now, then)
-    if isinstance(then, numpy.ndarray):
+    if is_a(then, numpy.ndarray):
         return bool(numpy.array_equal(now, then))
-    if isinstance(then, tuple) and any(isinstance(part, numpy.ndarray) for part in then):
+    if is_a(then, tuple) and any(is_a(part, numpy.ndarray) for part in then):
         return len(now) == len(then) and all(map(_is_state, now, then))
-    if isinstance(then, dict):
+    if is_a(then, dict):
         return now.keys() == then.keys() and all(_is_state(now[k], then[k]) for k in then)
     return bool(now == then)
 
@@ -531,7 +571,7 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
     for name in names:
         # A module that a function imports itself is not a global, but is followed too.
         value = space.get(name, sys.modules.get(name, MISSING))
-        if isinstance(value, ModuleType):
+        if is_a(value, ModuleType):
             dynamic = not _DYNAMIC.isdisjoint(names)
             yield from _module_entries(value, vars(value) if dynamic else names, set())
         elif value is not MISSING and name in space:
@@ -555,7 +595,7 @@ def _module_entries(module: ModuleType, names: Iterable[str], seen: set[int]) ->
     inner = [n for n in names if n in vars(module)]
     yield from _named(vars(module), "", f" of module {module.__name__}", inner)
     for value in (vars(module)[n] for n in inner):
-        if isinstance(value, ModuleType):
+        if is_a(value, ModuleType):
             yield from _module_entries(value, names, seen)
 
 
@@ -568,20 +608,20 @@ def _named(
 
 def _is_datum(value: object) -> bool:
     """Return whether a value is watched and not a method, whose globals are watched instead."""
-    return _is_watched(value) and not isinstance(value, FunctionType | property)
+    return _is_watched(value) and not is_a(value, FunctionType | property)
 
 
 def _is_watched(value: object) -> bool:
-    is_listed = is_plain(value) or isinstance(value, (*_WATCHED, Iterator))
+    is_listed = is_plain(value) or is_a(value, (*_WATCHED, Iterator))
     return is_listed or _is_array(value) or is_of_the_user(value)
 
 
 def _is_array(value: object) -> bool:
     """Return whether a value contains numbers: an array, a pandas table or a buffer."""
-    if isinstance(value, (Tensor, type, bytes, *IMMUTABLE, *CONTAINERS)):
+    if is_a(value, (Tensor, type, bytes, *IMMUTABLE, *CONTAINERS)):
         return False
     buffers = bytearray, memoryview, array.array
-    return isinstance(value, buffers) or hasattr(type(value), "__array__")
+    return is_a(value, buffers) or hasattr(type(value), "__array__")
 
 
 def array_content(value: Any) -> object:
@@ -590,25 +630,26 @@ def array_content(value: Any) -> object:
 
 
 def flat_items(value: Any) -> tuple[object, ...]:
-    if isinstance(value, dict):
-        return tuple(part for pair in value.items() for part in pair)
+    if is_a(value, dict):
+        return tuple(part for pair in dict.items(value) for part in pair)
     return tuple(value)
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     """Yield the parts of a value that are followed but cannot be replaced."""
-    if isinstance(value, functools.partial):
+    if is_a(value, functools.partial):
         parts = [value.func, *value.args, value.keywords]
-    elif isinstance(value, MethodType):
+    elif is_a(value, MethodType):
         parts = [value.__self__, value.__func__]
-    elif isinstance(value, BuiltinFunctionType):  # or a method, such as ``config.get``
-        parts = [p for p in (value.__self__,) if not isinstance(p, ModuleType)]
-    elif isinstance(value, nn.Module) or is_of_the_user(value):
+    elif is_a(value, BuiltinFunctionType):  # or a method, such as ``config.get``
+        parts = [p for p in (value.__self__,) if not is_a(p, ModuleType)]
+    elif is_a(value, nn.Module) or is_of_the_user(value):
         parts = _kind(type(value)).methods
-    elif isinstance(value, type):
+    elif is_a(value, type):
         parts = _kind(value).methods if is_written(value) else []
     else:
-        parts = [getattr(value, f"__{n}__", None) for n in ("wrapped", "defaults", "kwdefaults")]
+        names = ("wrapped", "defaults", "kwdefaults")
+        parts = [attribute(value, f"__{n}__", None) for n in names]
     yield from ((part, name) for part in parts if part is not None)
 
 
@@ -646,7 +687,7 @@ def _own_methods(kind: type) -> list[FunctionType]:
     known, result = _OWN_METHODS.get(kind, ([], []))
     if len(known) != len(members) or not all(map(operator.is_, known, members)):
         behind = [getattr(m, n, None) for m in members for n in ("fget", "__func__", "func")]
-        functions = [f for f in (*members, *behind) if isinstance(f, FunctionType)]
+        functions = [f for f in (*members, *behind) if is_a(f, FunctionType)]
         result = [f for f in functions if not is_core(f.__code__)]
         _OWN_METHODS[kind] = members, result
     return result
@@ -654,9 +695,9 @@ def _own_methods(kind: type) -> list[FunctionType]:
 
 def is_of_the_user(value: object) -> bool:
     """Return whether an object's class, or a base, is the user's, or keeps state in attributes."""
-    if isinstance(value, _WITH_ATTRIBUTES):
+    if is_a(value, _WITH_ATTRIBUTES):
         return True
-    if isinstance(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
+    if is_a(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
         return False
     return any(_kind(type(value)))
 
@@ -676,8 +717,8 @@ def _is_written_in(module: ModuleType) -> bool:
 def can_be_split(value: object) -> bool:
     """Return whether :func:`itertools.tee` may take the place of an iterator, unlike of a file."""
     kind = type(value)
-    is_plain_one = kind.__module__ in ("builtins", "itertools") or isinstance(value, _OF_LOADERS)
-    return is_plain_one and isinstance(value, Iterator)
+    is_plain_one = kind.__module__ in ("builtins", "itertools") or is_a(value, _OF_LOADERS)
+    return is_plain_one and is_a(value, Iterator)
 
 
 def _requires_grad(value: Any) -> object:
@@ -711,10 +752,25 @@ def attribute(value: object, key: str, default: object = MISSING) -> Any:
         return default
 
 
+def space_of(value: object) -> dict[str, Any] | None:
+    """Return the attributes that an object stores, or None if it has no place for them."""
+    space = attribute(value, "__dict__", None)
+    if space is None:
+        with suppress(Exception):  # that of the class may raise
+            space = object.__getattribute__(value, "__dict__")
+    return space if is_a(space, dict) else None
+
+
+def items_of(container: Any) -> Iterable[object]:
+    """Return the items of a container, or the values of a dict, whatever its class overrides."""
+    kind: Any = next(k for k in CONTAINERS if is_a(container, k))
+    return dict.values(container) if kind is dict else kind.__iter__(container)
+
+
 def item(container: Any, key: object) -> object:
     try:
         return container[key]
-    except LookupError:
+    except Exception:  # it is gone, or the container's class raises another error
         return MISSING
 
 

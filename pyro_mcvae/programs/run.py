@@ -33,7 +33,7 @@ from pyro_mcvae.programs.messengers import (
     Recorder,
     Substitutes,
 )
-from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode, numpy
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode, is_a, is_hashable, numpy
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.terms import (
     SiteForm,
@@ -80,9 +80,7 @@ class Programs:
         leaves, spec = flat(self.args, self.kwargs)
         floats = tuple([leaf for leaf in leaves if type(leaf) is float])
         key = (torch.is_grad_enabled(), spec, *map(_about, leaves))
-        return Call(
-            key, floats, [leaf for leaf in leaves if not isinstance(leaf, (*_PLAIN, float))]
-        )
+        return Call(key, floats, [leaf for leaf in leaves if not is_a(leaf, (*_PLAIN, float))])
 
     @cached_property
     def read(self) -> Dependencies:
@@ -144,11 +142,11 @@ def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[object], H
 
 
 def _about(leaf: object) -> Hashable:
-    if type(leaf) is float or (isinstance(leaf, Tensor) and leaf.dim() == 0):
+    if type(leaf) is float or (is_a(leaf, Tensor) and leaf.dim() == 0):
         return float  # a recording has a tensor without dims instead of a float
-    if isinstance(leaf, Tensor):
+    if is_a(leaf, Tensor):
         return type(leaf), leaf.shape, leaf.dtype
-    return type(leaf), leaf if isinstance(leaf, _PLAIN) else id(leaf)
+    return type(leaf), leaf if is_a(leaf, _PLAIN) and is_hashable(leaf) else id(leaf)
 
 
 def is_messenger(programs: Programs) -> bool:

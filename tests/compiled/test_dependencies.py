@@ -208,6 +208,24 @@ PARSED, LAYERS, OWN = ConfigParser(), ChainMap({}, {"width": 1.0}), UserDict(wid
 PARSED.read_dict({"model": {"width": "1.0"}})
 
 
+WIDTH = 1.0
+
+
+def _of_a_global() -> Any:
+    def put(value: float) -> None:
+        global WIDTH
+        WIDTH = value
+
+    return lambda: WIDTH, put
+
+
+def _of_a_helper() -> Any:
+    def helper() -> float:
+        return WIDTH
+
+    return lambda: helper(), _of_a_global()[1]
+
+
 def _of_parsed() -> Any:
     def put(value: float) -> None:
         PARSED["model"]["width"] = str(value)
@@ -243,6 +261,8 @@ def _of_a_partial() -> Any:
 
 
 PLACES: dict[str, Callable[[], Any]] = {
+    "global": _of_a_global,
+    "global of a helper": _of_a_helper,
     "context variable": lambda: (lambda: VARIABLE.get(), VARIABLE.set),
     "getter of a context variable": lambda: (VARIABLE.get, VARIABLE.set),
     "variable of a thread": lambda: (

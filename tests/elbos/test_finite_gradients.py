@@ -197,6 +197,27 @@ def test_programs_that_are_smooth_at_zero(likelihood, chain):
     assert_finite(chain(3), *tiny_gamma(likelihood), 5)
 
 
+@pytest.mark.parametrize("chain", [TraceSIS_ELBO, TraceAIS_ELBO])
+def test_a_correlation_matrix(chain):
+    """In single precision, from the identity on, where Pyro's ELBO trains the same programs."""
+    torch.set_default_dtype(torch.float32)
+    x = torch.randn(20, 3)
+
+    def model():
+        tril = pyro.sample("tril", dist.LKJCholesky(3, 1.0))
+        with pyro.plate("data", 20):
+            pyro.sample("x", dist.MultivariateNormal(torch.zeros(3), scale_tril=tril), obs=x)
+
+    def guide():
+        loc = pyro.param("loc", torch.zeros(3))
+        scale = pyro.param("scale", torch.full((3,), 0.1), constraint=constraints.positive)
+        base = dist.Normal(loc, scale).to_event(1)
+        transform = dist.transforms.CorrCholeskyTransform()
+        pyro.sample("tril", dist.TransformedDistribution(base, [transform]))
+
+    assert_finite(chain(3), model, guide, 3)
+
+
 @pytest.mark.parametrize(
     "likelihood",
     [

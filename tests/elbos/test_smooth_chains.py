@@ -210,6 +210,36 @@ def test_names_the_line_of_a_function(caplog):
     assert f"relu at {__file__}:" in message
 
 
+def test_a_density_that_is_undefined_elsewhere_is_smoothed(caplog):
+    """No other latents than those of the step are tried."""
+    limits = [5.2]
+
+    class Table(dist.Normal):
+        def log_prob(self, value):
+            if self.loc.detach().max() > limits[-1]:
+                raise ValueError("outside the table")
+            return super().log_prob(value)
+
+    def model(x):
+        with pyro.plate("data", 20):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", Table(torch.relu(z), 0.5), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", 20):
+            pyro.sample("z", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 0.5))
+
+    losses, x = [], torch.ones(20)
+    for limit in (5.2, math.inf):
+        limits.append(limit)
+        pyro.set_rng_seed(0)
+        losses.append(TraceSIS_ELBO(2, ULA(0.005)).loss_and_grads(model, guide, x))
+        (message,) = logged(caplog)
+        assert f"relu at {__file__}:" in message
+        caplog.clear()
+    assert losses[0] == losses[1]
+
+
 def test_an_estimator_that_is_chosen_is_kept(caplog):
     parts = network()
     elbo = TraceSIS_ELBO(3, gradient_estimator="reparam")

@@ -12,6 +12,7 @@ from pyro_mcvae import (
     log_evidence,
     report,
 )
+from tests.tally import Tally
 
 X = torch.tensor([-3.2, -2.7, -3.5, -2.1, 2.4, 3.1, 2.9, 3.6])
 OPTIONS = {"num_particles": 500}
@@ -290,3 +291,27 @@ def test_nothing_is_added_for_a_guide_without_a_density_at_given_latents():
     result = log_evidence(model, guide, **OPTIONS)
     assert result.labellings is None
     assert_exact(result, exact - math.log(2))
+
+
+@pytest.mark.parametrize("num_particles", [3, 300])
+def test_the_search_for_components_costs_a_few_runs(num_particles):
+    """Beside the same evaluation of a network whose units have priors of their own."""
+    runs = Tally()
+
+    def counts(scales):
+        def model():
+            runs.add()
+            w = pyro.sample("w", dist.Normal(torch.zeros(3), scales).to_event(1))
+            v = pyro.sample("v", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+            f = (torch.tanh(w.unsqueeze(-2) * T[:, None]) * v.unsqueeze(-2)).sum(-1)
+            with pyro.plate("data", 12):
+                pyro.sample("y", dist.Normal(f, 0.3), obs=T.sin())
+
+        result = log_evidence(model, of_network(0.1), num_particles=num_particles)
+        return result.labellings, runs.take()["run"]
+
+    found, with_search = counts(torch.full((3,), 3.0))
+    none, without = counts(torch.tensor([2.0, 3.0, 4.0]))
+    assert found is not None
+    assert none is None
+    assert with_search <= without + 4 <= 12

@@ -14,12 +14,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
+from pyro_mcvae import ULA, CompiledELBO, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import marked
 from pyro_mcvae.structure.cache import Analyses
 from tests.compiled.test_dependencies import PLACES, inner, outer
 from tests.params import in_turn
+from tests.tally import Tally
 from tests.zoo import EXAMPLES
 
 MAKERS = {
@@ -189,7 +190,7 @@ def prior(x, *args):
 def assert_seen(flag, before, after, change=lambda: None):
     """After a change the loss is that of a fresh objective, also between fresh analyses."""
     program, elbo = coupling(flag), TraceIWAE_ELBO(50)
-    for i in range(5):
+    for i in range(max(5, len(before))):
         elbo.loss(program, prior, X, *before[i % len(before)])
     change()
     losses = []
@@ -322,3 +323,38 @@ def test_each_analysis_runs_its_experiments_once(monkeypatch):
         elbo.loss(lost, lost_guide, False)
         analyses += step in (1, 2, 4, 8, 16)
         assert len(looks) == analyses  # the batched layout needs no check of its own here
+
+
+def test_a_recording_has_the_analysis_of_its_own_step():
+    """Whichever flag the steps before it had: between two it has one weight, or two."""
+    program = coupling(lambda tied: tied)
+    plain, losses = TraceIWAE_ELBO(20), {True: [], False: []}
+    recorded = CompiledELBO(TraceIWAE_ELBO(20), backend="eager")
+    for step in range(12):
+        for tied in losses:
+            for loss in (plain, recorded):
+                pyro.set_rng_seed(step)
+                losses[tied].append(loss.loss(program, prior, X, tied))
+    for values in losses.values():
+        assert values[::2] == pytest.approx(values[1::2], rel=1e-12)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_model_that_is_wrapped_at_each_step_costs_no_more_than_a_first_step(make):
+    """It is another model, which is analyzed at each step."""
+    runs = Tally()
+
+    def counted(x):
+        runs.add()
+        coupling(lambda: False)(x)
+
+    def counts(wrap):
+        elbo, result = make(), []
+        for _ in range(10):
+            runs.take()
+            elbo.loss(wrap(counted), prior, X)
+            result.append(runs.take()["run"])
+        return result
+
+    wrapped = counts(lambda program: pyro.condition(program, data={}))
+    assert max(wrapped) <= max(counts(lambda same: same))

@@ -94,7 +94,7 @@ def test_what_python_reads_shares_one_weight_at_every_seed(seed, caplog):
     assert "reads a value that depends on site 'z'" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["plain", "detach", "no_grad", "list"])
+@pytest.mark.parametrize("how", ["plain", "detach", "no_grad", "list", "flag"])
 def test_a_memory_bank_of_a_sequential_plate_has_the_evidence_of_a_coupled_pair(how):
     x = torch.tensor([1.5, 2.5, -0.5])
 
@@ -110,9 +110,12 @@ def test_a_memory_bank_of_a_sequential_plate_has_the_evidence_of_a_coupled_pair(
             elif how == "no_grad":
                 with torch.no_grad():
                     bank[i] = z
-            else:
+            elif how == "list":
                 seen.append(float(z))
                 bank = torch.tensor(seen)
+            else:
+                bank = z + 3.0 if i and seen[-1] else z
+                seen.append(bool(z > 9.0))
             pyro.sample(f"x{i}", dist.Normal(bank.sum(), 0.3), obs=x[i])
 
     def guide():

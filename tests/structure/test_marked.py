@@ -60,6 +60,8 @@ PROGRAMS = {
     "permuted and back": (lambda z: z[[1, 0, 3, 2]][[1, 0, 3, 2]], False),
     "own branch": (lambda z: torch.where(z > 1, z, -z), False),
     "table": (lambda z: torch.arange(4.0)[(z > 9).long()], False),
+    "branch not taken": (lambda z: torch.where(z > 9, z.roll(1, -1), z), True),
+    "branch of another number": (lambda z: torch.where(FIRST > 9, z.mean(), z), True),
     "rare gate": (lambda z: z + torch.where(z[..., :1] > 5.0, 3.0, 0.0) * FIRST, True),
     "zero coefficient": (lambda z: z + 0.0 * z.sum(), True),
     "zero matrix": (lambda z: torch.zeros(4, 4) @ z, True),
@@ -89,6 +91,12 @@ def test_batch_statistics_couple_like_anything_else(train):
     layer = nn.BatchNorm1d(3).train(train)
     model, guide = pair(lambda z: layer(z)[..., 0], dim=3)
     assert bool(marked_run(Programs(model, guide, (), {}), {}).coupled) == train
+
+
+def test_batch_statistics_couple_in_eval_mode_if_none_are_tracked():
+    layer = nn.BatchNorm1d(3, track_running_stats=False).eval()
+    both = pair(lambda z: layer(z)[..., 0], dim=3)
+    assert TraceIWAE_ELBO(2).bounds(*both).plates == ()
 
 
 def test_masked_entries_and_slices_do_not_couple():
@@ -199,3 +207,59 @@ def test_running_statistics_are_those_of_one_run_a_step():
         results.append((encoder[1].running_mean.clone(), int(encoder[1].num_batches_tracked)))
     assert results[0][1] == results[1][1] == 20
     assert torch.allclose(results[0][0], results[1][0])
+
+
+STEPS = {
+    "round": lambda z: z.round().clamp(0.2, 0.8),
+    "where": lambda z: torch.where(z > 0, 0.8, 0.2),
+    "gt": lambda z: 0.2 + 0.6 * (z > 0).float(),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_a_density_are_warned_of_once(name, caplog):
+    """Unless the guide's draws are not reparameterized: their score function has the steps."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Bernoulli(STEPS[name](z)), obs=torch.tensor(0.0))
+
+    def guide(has_rsample=True):
+        fn = dist.Normal(pyro.param("loc", torch.tensor(0.3)), 1.0)
+        pyro.sample("z", fn if has_rsample else fn.has_rsample_(False))
+
+    elbo = TraceIWAE_ELBO(2)
+    for _ in range(4):
+        elbo.loss_and_grads(model, guide)
+    (text,) = [r.getMessage() for r in caplog.records if "jumps where" in r.getMessage()]
+    assert "site 'x' of the model jumps" in text
+    assert f"at {__file__}:" in text
+    assert "has_rsample_(False)" in text
+    caplog.clear()
+    TraceIWAE_ELBO(2).loss_and_grads(model, lambda: guide(False))
+    assert not caplog.records
+
+
+def test_the_score_function_has_the_gradient_of_a_step():
+    """The gradient of the ELBO, by quadrature."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Bernoulli(STEPS["where"](z)), obs=torch.tensor(0.0))
+
+    def guide():
+        loc = pyro.param("loc", torch.tensor(0.3))
+        pyro.sample("z", dist.Normal(loc, 1.0).has_rsample_(False))
+
+    loc, z = torch.tensor(0.3, requires_grad=True), torch.linspace(-9.0, 9.0, 20_001)
+    log_q, log_p = dist.Normal(loc, 1.0).log_prob(z), dist.Normal(0.0, 1.0).log_prob(z)
+    elbo = (log_q.exp() * (log_p + (1 - STEPS["where"](z)).log() - log_q)).sum() * (z[1] - z[0])
+    exact, values = -torch.autograd.grad(elbo, loc)[0], []
+    loss = TraceSGVB_ELBO(1000, vectorize_particles=True)
+    for _ in range(20):
+        loss.loss_and_grads(model, guide)
+        parameter = pyro.get_param_store()._params["loc"]
+        values.append(parameter.grad.clone())
+        parameter.grad = None
+    values = torch.stack(values)
+    assert abs(values.mean() - exact) < 4.5 * values.std() / 20**0.5
