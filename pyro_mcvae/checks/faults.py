@@ -32,11 +32,12 @@ from pyro_mcvae.programs.sites import (
     is_latent,
     is_random,
     known_support,
+    reparameterized,
 )
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Program, Site, Transform, plate_frames
 from pyro_mcvae.structure.blocks import Structure
-from pyro_mcvae.structure.marked import autograd_leaves
+from pyro_mcvae.structure.marked import MarkedRunError, autograd_leaves, marked
 
 # Angles of a model that a guide draws on the real line, where their density is periodic.
 
@@ -121,6 +122,31 @@ def check_not_collapsed(structure: Structure) -> None:
 
 
 # Flows whose log density does not match their draws.
+
+
+# Densities that jump.
+
+
+def density_steps(programs: Programs, run: Run) -> list[str]:
+    """Return a line for each density that jumps with reparameterized draws of the guide."""
+    if not any(t.in_guide and is_random(t.site) and reparameterized(t.site) for t in run.terms):
+        return []
+    try:
+        found = marked(programs, run)
+    except MarkedRunError as error:
+        return [
+            f"the model and guide fail when they run again at the same draws ({error}), so it "
+            f"is unknown whether a density jumps with draws, which gradients omit"
+        ]
+    return [
+        f"the density of site '{key.name}' of the {key.program} jumps where '{step.operator}' of "
+        f"site '{(latent := min(found.names(step.bits)))}' does, at {step.line}: gradients through "
+        f"reparameterized draws omit the jumps. Draw '{latent}' in the guide from a distribution "
+        f"without rsample, such as Normal(loc, scale).has_rsample_(False), which has a score "
+        f"function, or use a smooth step such as torch.sigmoid"
+        for key, steps in found.steps.items()
+        for step in steps
+    ]
 
 
 def check_flows(run: Run) -> None:

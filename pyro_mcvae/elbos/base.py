@@ -23,6 +23,7 @@ from pyro_mcvae.checks.faults import (
     check_copied_parameters,
     collects_parameters,
     common_scale,
+    density_steps,
     scaled_latents,
     untrained,
 )
@@ -422,6 +423,9 @@ class ModelWarnings:
                 self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
+        if torch.is_grad_enabled():
+            for why in (why for run in runs for why in density_steps(programs, run)):
+                self._warn(why)
         for name in (n for run in runs for n in masked_otherwise(run)):
             self._warn(_OTHER_MASK % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import WarnOnce, check_flag
-from pyro_mcvae.ops.marks import Step
 from pyro_mcvae.programs.contract import checked_run
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
@@ -177,7 +175,6 @@ class StructureFinder:
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
-        self._warn_of_steps(programs, run)
         for text in _renamed({t.key: plate_frames(t.site) for r in run.terms for t in r.sites}):
             self._warn(text)
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
@@ -225,22 +222,6 @@ class StructureFinder:
             collapsed=collapsed,
         )
 
-    def _warn_of_steps(self, programs: Programs, run: Run) -> None:
-        """Warn of densities that jump with reparameterized draws, whose gradients omit it."""
-        if not torch.is_grad_enabled():
-            return
-        try:
-            found = marked(programs, run)
-        except MarkedRunError as error:
-            self._warn(
-                f"the model and guide fail when they run again at the same draws ({error}), so it "
-                f"is unknown whether a density jumps with draws, which gradients omit"
-            )
-            return
-        for key, steps in found.steps.items():
-            for step in steps:
-                self._warn(_step_warning(key, step, min(found.names(step.bits))))
-
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
         """Find, for each factor, the plates in which it depends on latents of other elements."""
         analysis, key = self.analyses.of(programs), ("plates", run.signature)
@@ -277,16 +258,6 @@ class StructureFinder:
             frames = {t.key: plate_frames(t.site) for whole in run.terms for t in whole.sites}
             links = {k: frozenset(map(plate_key, f)) for k, f in frames.items() if f}
         return {k: links.get(k, _NONE) | before.get(k, _NONE) for k in {**links, **before}}
-
-
-def _step_warning(key: FactorKey, step: Step, latent: str) -> str:
-    return (
-        f"the density of site '{key.name}' of the {key.program} jumps where '{step.operator}' of "
-        f"site '{latent}' does, at {step.line}: gradients through reparameterized draws omit the "
-        f"jumps. Draw '{latent}' in the guide from a distribution without rsample, such as "
-        f"Normal(loc, scale).has_rsample_(False), which has a score function, or use a smooth step "
-        f"such as torch.sigmoid"
-    )
 
 
 def _has_shared_noise(programs: Programs, run: Run) -> bool:

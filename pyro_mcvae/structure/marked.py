@@ -148,7 +148,9 @@ class _Marker(Messenger):
         marks, drawn = self.marks, msg["value"]
         # A copy shares its memory with no other value. A flow recognizes the tensor that it drew.
         if not may_cache(msg["fn"]):
-            drawn = msg["value"] = changed_draw(torch.clone, drawn)
+            fixed = reparameterized(msg) and not drawn.requires_grad
+            copy = _with_gradient if fixed else torch.clone
+            drawn = msg["value"] = changed_draw(copy, drawn)
         with marks.paused():
             self._write(msg, drawn)
 
@@ -202,6 +204,11 @@ class _Marker(Messenger):
             extra = mask_of_bits(bit, marks.words, value) * removed
             before = marks.mask(value)
             marks.write(value, extra if before is None else before | extra)
+
+
+def _with_gradient(value: Tensor) -> Tensor:
+    """Return a copy with a gradient, as draws have in training; programs may change it in place."""
+    return value.detach().requires_grad_().clone()
 
 
 def _in_dims_of(value: Tensor, removed: Tensor) -> Tensor:
