@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import re
@@ -253,7 +254,15 @@ _KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extr
 
 
 def write_content(path: Path, content: Content) -> None:
-    """Write a file, and atomically replace an older one."""
+    """
+    Write a file, and atomically replace an older one.
+
+    It has only tensors and plain values: the objects of constraints are bytes in a tensor.
+    """
+    objects = io.BytesIO()
+    torch.save(content["store"]["constraints"], objects)
+    packed = torch.frombuffer(bytearray(objects.getvalue()), dtype=torch.uint8)
+    content = {**content, "store": {**content["store"], "constraints": packed}}
     # In the same folder, because replacing is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -276,6 +285,11 @@ def read_content(path: Path, weights_only: bool) -> Content:
     try:
         with torch.serialization.safe_globals(_constraints()):
             content = torch.load(path, map_location="cpu", weights_only=weights_only)
+            if isinstance(content, dict) and content.keys() == _KEYS:
+                packed = io.BytesIO(content["store"]["constraints"].numpy().tobytes())
+                content["store"]["constraints"] = torch.load(
+                    packed, map_location="cpu", weights_only=weights_only
+                )
     except FileNotFoundError:
         raise
     except pickle.UnpicklingError as error:
@@ -320,7 +334,7 @@ def _check_bits(path: Path) -> None:
 
 
 def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
-    """Return the classes of constraints, the only non-tensor objects in a parameter store."""
+    """Return the classes of constraints, the only objects in a parameter store beside tensors."""
     modules = torch.distributions.constraints, constraints
     classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
     return [c for c in classes if issubclass(c, torch.distributions.constraints.Constraint)]

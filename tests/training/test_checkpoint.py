@@ -318,6 +318,20 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
         load_checkpoint(path, {"net": saved})
 
 
+def test_pytorch_reads_the_file_without_this_package(tmp_path):
+    path, net = tmp_path / "run.pt", nn.Linear(2, 2)
+    pyro.param("scale", torch.ones(3), constraint=dist.constraints.positive)
+    pyro.param("rate", torch.ones(()), constraint=dist.constraints.interval(0.5, 2.0))
+    save_checkpoint(path, {"net": net})
+    content = torch.load(path, weights_only=True)
+    assert torch.equal(content["parts"]["net"]["weight"], net.weight)
+    pyro.clear_param_store()
+    load_checkpoint(path, {"net": net})
+    constraints = pyro.get_param_store()._constraints
+    assert constraints["scale"].lower_bound == 0.0
+    assert constraints["rate"].upper_bound == 2.0
+
+
 def test_a_part_of_the_format_that_is_missing_is_refused_first(tmp_path):
     path, live = tmp_path / "run.pt", nn.Linear(2, 2)
     save_checkpoint(path, {"net": live})
