@@ -383,11 +383,8 @@ class ModelWarnings:
             self._check_masks(programs, runs[0], analysis, weighs)
         if is_recording():
             return  # the uncompiled steps before the recording were checked
-
-        def find_problems() -> None:
-            self._check(programs, runs[:1] or [single_run(programs)], collected, weighs)
-
-        analysis.cached(("warnings", collected), find_problems)
+        check = partial(self._check, programs, runs[:1], collected, weighs)
+        analysis.cached(("warnings", collected), check)
 
     @staticmethod
     def _check_masks(programs: Programs, run: Run, analysis: Analysis, weighs: Weighs) -> None:
@@ -402,6 +399,7 @@ class ModelWarnings:
             analysis.cached(key, lambda: check_unweighed(programs, run, weighs))
 
     def _check(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
+        runs = runs or [single_run(programs)]
         if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
             self._warn(_ANOTHER)
         for run in runs if collected else ():

@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated
+from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated, is_own
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class ExecutedCode:
 
     def __init__(self, unknown: bool = False) -> None:
         self.codes: dict[int, CodeType] | None = None if unknown else {}
-        self._names: frozenset[str] | None = None
+        self._names: dict[bool, frozenset[str]] = {}
 
     def __enter__(self) -> ExecutedCode:
         self._free = sys.getprofile() is None
@@ -84,7 +84,7 @@ class ExecutedCode:
         self._collects = gc.isenabled()
         gc.disable()
         if self._free and self.codes is not None:
-            self._names = None
+            self._names = {}
             sys.setprofile(self._called)
         else:
             self.codes = None
@@ -111,15 +111,18 @@ class ExecutedCode:
         """Add the functions that another one has executed."""
         if self.codes is not None:
             self.codes |= other.codes or {}
-            self._names = None
+            self._names = {}
 
-    @property
-    def core_names(self) -> frozenset[str]:
-        """Return the names in the executed code of Python, PyTorch, Pyro and this package."""
-        if self._names is None:
+    def core_names(self, own: bool) -> frozenset[str]:
+        """
+        Return the names in the executed code of Python, PyTorch and Pyro.
+
+        :param own: include this package, whose names are those of its own classes.
+        """
+        if own not in self._names:
             codes = (code for code in (self.codes or {}).values() if is_core(code))
-            self._names = frozenset(names_of(*codes))
-        return self._names
+            self._names[own] = frozenset(names_of(*(c for c in codes if own or not is_own(c))))
+        return self._names[own]
 
 
 def names_of(*codes: CodeType, strings: bool = True) -> dict[str, None]:
@@ -466,20 +469,19 @@ class Dependencies:
     def _attributes(self, value: object, kind: str) -> Iterator[Entry]:
         space = space_of(value) or {}
         keys = [k for k in space if k not in _OF_A_MODULE or not is_a(value, nn.Module)]
-        keys = [k for k in keys if self._is_read(space[k], k)]
+        keys = [k for k in keys if self._is_read(type(value), space[k], k)]
         yield from _named(space, "attribute ", f" of {kind}", keys)
 
-    def _is_read(self, value: object, name: str) -> bool:
+    def _is_read(self, kind: type, value: object, name: str) -> bool:
+        """Return whether an attribute may have been read; a large one only by the programs."""
+        if not _is_watched(value):
+            return False
+        dynamic = not _DYNAMIC.isdisjoint(self._names)
+        if dynamic or self.executed.codes is None or name in self._names:
+            return True
         large = is_a(value, Iterator) or _is_array(value)
         large |= is_a(value, CONTAINERS) and len(value) > _SHORT
-        return _is_watched(value) and self._reads(name, large)
-
-    def _reads(self, name: str, large: bool) -> bool:
-        """Return whether an attribute may have been read; a large one only by the programs."""
-        if self.executed.codes is None or name in self._names:
-            return True
-        dynamic = not _DYNAMIC.isdisjoint(self._names)
-        return dynamic or (not large and name in self.executed.core_names)
+        return not large and name in self.executed.core_names(_kind(kind).own)
 
     def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
         """Yield class attributes that the object does not override, and the values of slots."""
@@ -504,7 +506,7 @@ class Dependencies:
                     and not key.startswith("__")
                     and _is_datum(attr)
                 )
-                if slot or (datum and self._is_read(attr, key)):
+                if slot or (datum and self._is_read(kind, attr, key)):
                     # The value of another descriptor is computed, as by PyroSample, which draws it.
                     computed = hasattr(type(attr), "__get__") and not slot
                     read = vars(part).get if computed else get
@@ -659,10 +661,12 @@ class _Kind(NamedTuple):
 
     :ivar methods: its functions, including those behind properties and class methods.
     :ivar written: the classes among its bases and itself that are the user's.
+    :ivar own: whether one of them is a class of this package.
     """
 
     methods: list[FunctionType]
     written: list[type]
+    own: bool
 
 
 # By class. Classes may change until the next search.
@@ -673,7 +677,8 @@ def _kind(kind: type) -> _Kind:
     found = _KINDS.get(kind)
     if found is None:
         methods = [function for part in kind.__mro__ for function in _own_methods(part)]
-        found = _KINDS[kind] = _Kind(methods, [*filter(is_written, kind.__mro__)])
+        own = any(str(part.__module__).startswith("pyro_mcvae.") for part in kind.__mro__)
+        found = _KINDS[kind] = _Kind(methods, [*filter(is_written, kind.__mro__)], own)
     return found
 
 
@@ -699,7 +704,8 @@ def is_of_the_user(value: object) -> bool:
         return True
     if is_a(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
         return False
-    return any(_kind(type(value)))
+    kind = _kind(type(value))
+    return bool(kind.methods or kind.written)
 
 
 def is_written(kind: type) -> bool:

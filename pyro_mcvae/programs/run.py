@@ -142,11 +142,10 @@ def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[object], H
 
 
 def _about(leaf: object) -> Hashable:
-    if type(leaf) is float or (is_a(leaf, Tensor) and leaf.dim() == 0):
-        return float  # a recording has a tensor without dims instead of a float
-    if is_a(leaf, Tensor):
-        return type(leaf), leaf.shape, leaf.dtype
-    return type(leaf), leaf if is_a(leaf, _PLAIN) and is_hashable(leaf) else id(leaf)
+    if is_a(leaf, Tensor):  # a recording has a tensor without dims instead of a float
+        return (type(leaf), leaf.shape, leaf.dtype) if leaf.dim() else float
+    known = is_a(leaf, _PLAIN) and is_hashable(leaf)
+    return float if type(leaf) is float else (type(leaf), leaf if known else id(leaf))
 
 
 def is_messenger(programs: Programs) -> bool:

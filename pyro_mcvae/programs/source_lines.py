@@ -28,6 +28,11 @@ def is_core(code: CodeType) -> bool:
     return is_core_file(code.co_filename)
 
 
+def is_own(code: CodeType) -> bool:
+    """Return whether a function belongs to this package."""
+    return code.co_filename.startswith(_PACKAGE)
+
+
 def is_library(code: CodeType) -> bool:
     """Return whether a function is core, or in an installed package (possibly the program's)."""
     return _is_library_file(code.co_filename)

@@ -297,9 +297,7 @@ class Analyses:
         self, programs: Programs, active: bool
     ) -> AbstractContextManager[Callable[[], bool]]:
         """Return a context for runs that may be repeated: see :func:`.rewindable`."""
-        if not active or is_recording():
-            return rewindable(active)
-        return rewindable(active, self.read(programs))
+        return rewindable(active, self.read(programs) if active and not is_recording() else None)
 
     def read(self, programs: Programs) -> Dependencies:
         """Return the values outside the programs that they read, and in their arguments."""

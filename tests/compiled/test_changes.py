@@ -15,7 +15,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
-from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from tests.compiled.programs import batches, make, reasons, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -356,11 +356,14 @@ def test_new_kinds_of_calls_run_as_ever_in_the_end(caplog: pytest.LogCaptureFixt
     assert "more than 16 ways" in caplog.text
 
 
-def test_attributes_that_programs_do_not_read_may_change(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [TraceSGVB_ELBO, TraceIWAE_ELBO])
+def test_attributes_that_programs_do_not_read_may_change(
+    kind: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """What a training loop keeps in the same object, data too large to compare included."""
     net: Any = make()
     net.losses, net.table, net.steps = [], np.zeros((1000, 1000)), 0
-    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    loss, plain = CompiledELBO(kind(), "eager"), kind()
     data = batches(1)[0]
     for step in range(80):
         net.steps += 1
