@@ -121,9 +121,6 @@ def check_not_collapsed(structure: Structure) -> None:
         )
 
 
-# Flows whose log density does not match their draws.
-
-
 # Densities that jump.
 
 
@@ -147,6 +144,9 @@ def density_steps(programs: Programs, run: Run) -> list[str]:
         for key, steps in found.steps.items()
         for step in steps
     ]
+
+
+# Flows whose log density does not match their draws.
 
 
 def check_flows(run: Run) -> None:

@@ -44,9 +44,13 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
     :param moved: computes the graph's outputs again, with every parameter moved a little.
     """
     layouts = [n.meta["layout"] for n in graph.graph.nodes if "layout" in n.meta]
-    num_terms = max((math.prod(layout.shape) for layout in layouts), default=1)
-    error = max(_ROUNDINGS, math.sqrt(num_terms)) * _coarsest(graph)
-    allowed = [error * _largest(expected) for expected, _ in pairs]
+    largest, eps = max((math.prod(v.shape) for v in layouts), default=1), _coarsest(graph)
+
+    def error(expected: Tensor) -> Tensor:
+        num_terms = largest / max(expected.numel(), 1)
+        return max(_ROUNDINGS, math.sqrt(num_terms)) * eps * _largest(expected)
+
+    allowed = [error(expected) for expected, _ in pairs]
     off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, allowed[i])]
     again = moved() if off else []
     return [i for i in off if not _is_magnified(*pairs[i], again[i])]

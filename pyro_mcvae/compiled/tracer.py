@@ -47,7 +47,7 @@ def unsupported_op(why: str) -> NoReturn:
 
 
 class Layout(NamedTuple):
-    """What a graph knows of a tensor."""
+    """The shape, strides, dtype and device of a tensor in a graph."""
 
     shape: torch.Size
     stride: tuple[int, ...] | None

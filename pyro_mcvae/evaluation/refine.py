@@ -280,8 +280,8 @@ def refine(
     there, in white coordinates that are fitted to the chains during the warm-up. Independent
     proposals from normal densities that are fitted to the chains of each mode move chains between
     modes. The chains run until every mean and standard deviation is known to 0.055 standard
-    deviations, and split :math:`\hat R` over starts is at most 1.02; ``draws.verdict`` says whether
-    they reached that. It also has a reason if chains hardly move at an end of a latent, as in the
+    deviations, and split :math:`\hat R` over starts is at most 1.02; ``draws.verdict`` records
+    whether they reached that. It also has a reason if chains hardly move at an end of a latent, as in the
     neck of a funnel, because they hardly enter it either.
 
     ``refine(model, guide, *args)`` begins with draws of the guide. Each draw is selected from ten
@@ -319,7 +319,7 @@ def refine(
     :param model_kwargs: the keyword arguments of model and guide.
     :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
         draw. After ``time_budget`` seconds, the draws that are finished are returned. If chains did
-        not end, ``verdict.reasons`` says so.
+        not end, ``verdict.reasons`` has an entry for it.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
     :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a

@@ -328,8 +328,8 @@ def report(
     steps in white coordinates (see :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces
     these chains.
 
-    The report says separately whether the guide is close to the posterior (``Report.close``),
-    whether :func:`.refine` draws by weights alone (``Report.reweights``), and whether the evidence
+    The report has separate sentences: whether the guide is close to the posterior
+    (``Report.close``), whether :func:`.refine` draws by weights alone (``Report.reweights``), and whether the evidence
     and its error can be trusted (``Report.trusted``).
 
     **Training**: if all latents share one weight, or the guide is an AutoGuide, 100 more steps of

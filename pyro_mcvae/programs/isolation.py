@@ -20,8 +20,15 @@ from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.ops.tensors import Generators
-from pyro_mcvae.programs.outside_state import OF_MODULES, OutsideState
-from pyro_mcvae.programs.outside_values import Dependencies, attribute, is_a, items_of, space_of
+from pyro_mcvae.programs.outside_state import OutsideState
+from pyro_mcvae.programs.outside_values import (
+    OF_MODULES,
+    Dependencies,
+    attribute,
+    is_a,
+    items_of,
+    space_of,
+)
 from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The modules of programs.

@@ -31,6 +31,7 @@ from pyro_mcvae.programs.outside_values import (
     CONTAINERS,
     IMMUTABLE,
     MISSING,
+    OF_MODULES,
     Dependencies,
     Entry,
     GeneratorStates,
@@ -53,8 +54,6 @@ _OF_CONTAINERS = (len, tuple, frozenset, flat_items)
 _MAX_COPIED = 2**22
 # Objects of torch.nn and Pyro are set up once, and a run does not update their attributes.
 _LIBRARIES = ("torch.nn.", "pyro.", "pyro_mcvae.")
-# The attributes that every module has.
-OF_MODULES = frozenset(vars(nn.Module()))
 # Stands for an item that was added to a sequence or set, or was removed from it.
 _ADDED = object()
 
@@ -134,7 +133,7 @@ class OutsideState:
         Restore the values that a run has replaced, the items of containers, and tensors.
 
         A network, a parameter or another object that a run has made in an empty place stays there,
-        and so do the flags beside it, which may tell later runs that it exists.
+        and so do the flags beside it, by which later runs may detect it.
 
         :returns: the name of a value of a run under vmap, which is over; or an empty string.
         """

@@ -177,7 +177,8 @@ _WATCHED = (
 )
 # Attributes that every module has. They are followed as parameters, buffers and submodules, or have
 # no effect.
-_OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
+OF_MODULES = frozenset(vars(nn.Module()))
+_OF_A_MODULE = {*OF_MODULES, "_pyro_context", "_pyro_name"}
 _OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
 _OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")

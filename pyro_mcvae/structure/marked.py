@@ -2,7 +2,7 @@
 One marked run of a model and guide: what each factor of the log weight depends on.
 
 Each random draw is marked: with one bit for its site and, for each plate around it, with a code of
-the element. No code contains another (Sperner, 1928), so 9 bits tell 100 elements apart. The run
+the element. No code contains another (Sperner, 1928), so 9 bits distinguish 100 elements. The run
 has the true parameters and true draws. Afterwards each density has the bits of all draws that it
 depends on, entry by entry. A factor in element e of a plate whose bits are not in the code of e
 depends on another element.
