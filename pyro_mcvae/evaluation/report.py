@@ -329,8 +329,8 @@ def report(
     these chains.
 
     The report has separate sentences: whether the guide is close to the posterior
-    (``Report.close``), whether :func:`.refine` draws by weights alone (``Report.reweights``), and whether the evidence
-    and its error can be trusted (``Report.trusted``).
+    (``Report.close``), whether :func:`.refine` draws by weights alone (``Report.reweights``), and
+    whether the evidence and its error can be trusted (``Report.trusted``).
 
     **Training**: if all latents share one weight, or the guide is an AutoGuide, 100 more steps of
     Adam run, and all state is restored. If they raise the ELBO, training has not converged
