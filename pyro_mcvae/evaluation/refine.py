@@ -281,8 +281,8 @@ def refine(
     proposals from normal densities that are fitted to the chains of each mode move chains between
     modes. The chains run until every mean and standard deviation is known to 0.055 standard
     deviations, and split :math:`\hat R` over starts is at most 1.02; ``draws.verdict`` records
-    whether they reached that. It also has a reason if chains hardly move at an end of a latent, as in the
-    neck of a funnel, because they hardly enter it either.
+    whether they reached that. It also has a reason if chains hardly move at an end of a latent, as
+    in the neck of a funnel, because they hardly enter it either.
 
     ``refine(model, guide, *args)`` begins with draws of the guide. Each draw is selected from ten
     candidates :math:`z^k`, per datum, with probability
