@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ def as_a_command(double_precision: None) -> Iterator[None]:
     "names",
     [
         ["IWAE-10"],
+        ["RealNVP"],
         pytest.param(["ELBO", "SIS-5", "SIS-5-reweighted", "AIS-5"], marks=pytest.mark.slow),
     ],
 )
@@ -48,6 +50,21 @@ def test_trains_and_judges(
     assert [float(row["nll_chain"]) for row in rows] == [r.nll_chain for r in results]
     assert all(row["commit"] and row["machine"] for row in rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_real_nvp_has_a_density() -> None:
+    """The flow starts and stays invertible, and its density integrates to that of the draws."""
+    images = torch.rand(3, 64)
+    vae = mnist.VAE(mnist.Task("digits", images, images, 1, 8, True), 5, 2)
+    vae.add_flow(3, 8)
+    law = torch.distributions.TransformedDistribution(
+        dist.Normal(torch.tensor([0.3, -0.2]), 0.7).to_event(1), vae.transforms()
+    )
+    axis = torch.linspace(-8, 8, 401)
+    points = torch.cartesian_prod(axis, axis)
+    with torch.no_grad():
+        total = law.log_prob(points).exp().sum() * (axis[1] - axis[0]) ** 2
+    assert total.item() == pytest.approx(1, abs=1e-3)
 
 
 def test_every_recipe_makes_a_loss() -> None:

@@ -45,6 +45,7 @@ from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import pyro.distributions.transforms as T
 import torch
 from matplotlib.figure import Figure
 from pyro.infer import SVI
@@ -82,6 +83,7 @@ def longer_steps() -> UnderdampedLangevin:
 # The losses to compare. Step sizes adapt by default.
 OBJECTIVES: dict[str, Callable[[], Any]] = {
     "ELBO": lambda: TraceSGVB_ELBO(),
+    "RealNVP": lambda: TraceSGVB_ELBO(),  # with a flow in the guide
     "IWAE-3": lambda: TraceIWAE_ELBO(3),
     "IWAE-5": lambda: TraceIWAE_ELBO(5),
     "IWAE-10": lambda: TraceIWAE_ELBO(10),
@@ -126,7 +128,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     ),
 }
 FROM_SCRATCH = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA,SIS-10-ULA,SIS-5,SIS-10,AIS-5"
-PAPER = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA-latent,SIS-10-ULA-latent,AIS-3,AIS-5"
+PAPER = "ELBO,RealNVP,IWAE-10,IWAE-50,SIS-5-ULA-latent,SIS-10-ULA-latent,AIS-3,AIS-5"
 DENSE = "ELBO,IWAE-10,SIS-5-ULA,SIS-5-default,AIS-5-default,SIS-10-ULA,AIS-5,SIS-10-default"
 AFTER_PRETRAINING = "ELBO,IWAE-5,IWAE-10,SIS-5,SIS-5-reweighted,SIS-5-ULA"
 
@@ -136,13 +138,14 @@ class VAE(nn.Module):
     A VAE of binary or color images.
 
     model: z ~ Normal(0, I), x | z ~ Bernoulli(decoder(z)), or Normal(decoder(z), I) for color
-    images; guide: z | x ~ Normal(encoder(x)).
+    images; guide: z | x ~ Normal(encoder(x)), transformed by the flow if there is one.
     """
 
     def __init__(self, task: Task, num_hidden: int | None, num_latents: int) -> None:
         """``num_hidden``: None for convolutional networks."""
         super().__init__()
         self.num_latents, self.binary = num_latents, task.binary
+        self.flow = nn.ModuleList()
         if num_hidden is None:
             self.encoder, self.decoder = convolutional(num_latents, task.channels, task.size)
             return
@@ -168,7 +171,21 @@ class VAE(nn.Module):
         pyro.module("encoder", self.encoder)
         with pyro.plate("data", len(x)):
             loc, log_scale = self.encoder(x).chunk(2, dim=-1)
-            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+            law = dist.Normal(loc, log_scale.exp()).to_event(1)
+            if self.flow:
+                pyro.module("flow", self.flow)
+                law = dist.TransformedDistribution(law, self.transforms())
+            pyro.sample("z", law)
+
+    def add_flow(self, num_layers: int = 8, num_hidden: int = 128) -> None:
+        """Transform the guide's draws by affine couplings (Real NVP, Dinh et al. 2017)."""
+        d, hidden = self.num_latents, [num_hidden] * 2
+        self.flow.extend(T.affine_coupling(d, hidden) for _ in range(num_layers))
+
+    def transforms(self) -> list[Any]:
+        """Return the couplings; the halves of the latents change places after each."""
+        turned = torch.arange(self.num_latents).flip(0)
+        return [part for layer in self.flow for part in (layer, T.Permute(turned))]
 
 
 # --- Training -------------------------------------------------------------------------------------
@@ -498,7 +515,10 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         if args.pretrain:
             train("ELBO", start, task, args, Limits(args.pretrain), args.out / f"start-{seed}.pt")
         for name in args.objectives:
-            results.append(run(name, copy.deepcopy(start), task, args, seed))
+            vae = copy.deepcopy(start)
+            if name == "RealNVP":
+                vae.add_flow()
+            results.append(run(name, vae.to(args.device), task, args, seed))
             # Write now, because a long run may be interrupted.
             long = {"curve", "each"}
             rows = [{k: v for k, v in asdict(r).items() if k not in long} for r in results]
