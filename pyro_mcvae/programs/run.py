@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from pyro import poutine
@@ -53,12 +53,10 @@ from pyro_mcvae.programs.vmap import Mode
 _PLAIN = (bool, int, str, bytes, type(None), Enum, numpy.generic, torch.dtype, torch.device)
 _LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None)}
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Programs:
-    """A model and a guide with the arguments of one call."""
+    """One call of a model and a guide: what belongs to it is kept by its identity."""
 
     model: Program
     guide: Program
@@ -95,16 +93,6 @@ class Programs:
     def isolated(self) -> AbstractContextManager[None]:
         """Return the same with fixed statistics in batch normalization."""
         return isolated(self.read)
-
-    @cached_property
-    def _cache(self) -> dict[Hashable, object]:
-        return {}
-
-    def cached(self, key: Hashable, find: Callable[[], T]) -> T:
-        """Return ``find()``, computed once per key for the programs of this call."""
-        if key not in self._cache:
-            self._cache[key] = find()
-        return cast("T", self._cache[key])
 
 
 def _no_program(role: str, program: object) -> ValueError:

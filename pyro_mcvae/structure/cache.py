@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from pyro import poutine
 
@@ -241,6 +242,7 @@ class Analyses:
 
     def __init__(self) -> None:
         self._pairs: list[_Pair] = []
+        self._uses: WeakKeyDictionary[Programs, _Use] = WeakKeyDictionary()
         self._warn = WarnOnce(_logger)
 
     @property
@@ -251,7 +253,11 @@ class Analyses:
 
     def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are analyzed again.
-        return {"_pairs": [], "_warn": self._warn}
+        return {"_warn": self._warn}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
 
     def of(self, programs: Programs) -> Analysis:
         """Return the analysis of the programs; one call counts as one use."""
@@ -316,11 +322,11 @@ class Analyses:
             use.is_known = False
 
     def _use(self, programs: Programs) -> _Use:
-        return programs.cached(self, lambda: self._find(programs))
-
-    def _find(self, programs: Programs) -> _Use:
+        if programs in self._uses:
+            return self._uses[programs]
         if not self._pairs or self._pairs[0].programs != programs.pair:
             pair = next((p for p in self._pairs if p.programs == programs.pair), None)
             other_pairs = [p for p in self._pairs if p is not pair]
             self._pairs = [pair or _Pair(programs.pair), *other_pairs][:_MAX_PAIRS]
-        return self._pairs[0].begin(programs.call)
+        use = self._uses[programs] = self._pairs[0].begin(programs.call)
+        return use

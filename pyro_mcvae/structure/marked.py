@@ -14,10 +14,11 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import pyro
 import torch
@@ -662,7 +663,18 @@ def marked(programs: Programs, run: Run) -> MarkedRun:
 
     :raises MarkedRunError: from the programs' error.
     """
-    return programs.cached(("marked", run.signature), lambda: _marked(programs, run))
+    runs = _of_call(programs)
+    if run.signature not in runs:
+        runs[run.signature] = _marked(programs, run)
+    return runs[run.signature]
+
+
+# The marked runs of each call, by the signature of their run.
+_RUNS: WeakKeyDictionary[Programs, dict[Hashable, MarkedRun]] = WeakKeyDictionary()
+
+
+def _of_call(programs: Programs) -> dict[Hashable, MarkedRun]:
+    return _RUNS.setdefault(programs, {})
 
 
 def _marked(programs: Programs, run: Run) -> MarkedRun:
@@ -693,7 +705,7 @@ def checked_marked_run(programs: Programs, strict_enumeration: bool) -> Run:
     terms = tuple(t for t in found.terms.values() if not (t.in_guide and observes_data(t.site)))
     is_whole = found.terms.keys() == found.whole.keys()
     run = checked(*traces, found.subsamples, strict_enumeration, terms if is_whole else None)
-    programs.cached(("marked", run.signature), lambda: _without_own_branches(programs, found))
+    _of_call(programs)[run.signature] = _without_own_branches(programs, found)
     return run
 
 
