@@ -74,7 +74,8 @@ def check_sites(
                 raise ValueError(_not_summed(name, kind))
             raise ValueError(
                 f"site '{name}' of the model is neither observed nor drawn by the guide: add "
-                f"pyro.sample('{name}', ...) to the guide, or pass obs= in the model"
+                f"pyro.sample('{name}', ...) to the guide, or pass obs= in the model; if it is a "
+                f"prediction, on which no data depend, pass poutine.block(model, hide=['{name}'])"
             )
     for name, site in guide.items():
         if not is_latent(site):
