@@ -275,7 +275,7 @@ def test_an_intervention_leaves_a_site_that_has_to_be_hidden():
 
 
 def test_a_hidden_prediction_changes_nothing():
-    """Unlike in Pyro, whose bound includes the log density of a latent that the guide leaves out."""
+    """Pyro adds the log density of a latent that the guide leaves out."""
 
     def model(x):
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
