@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import pyro
 import torch
+from pyro import distributions as dist
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -530,7 +531,7 @@ def marked_run(
     substitutes = Substitutes(Minibatch(subsamples), {}, draw)
     with (
         programs.restored(),
-        pyro.validation_enabled(False),
+        dist.validation_enabled(False),  # it would read values
         warnings.catch_warnings(),
         torch.enable_grad(),
     ):
