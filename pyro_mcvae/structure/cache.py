@@ -228,6 +228,18 @@ _ITERATOR = (
 )
 
 
+_ANEW = (
+    "the model or guide is another object at each step, such as poutine.condition(model, ...) or a "
+    "lambda in the training loop, so each step analyzes it, in several runs: make it once, before "
+    "the loop"
+)
+
+
+def _code_of(pair: tuple[Program, Program]) -> tuple[object, ...]:
+    """Return what is equal for programs that a loop makes anew."""
+    return tuple(getattr(p, "__code__", p) for p in map(poutine.unwrap, pair))
+
+
 class Analyses:
     """
     The analyses of the models and guides that an objective was used with recently.
@@ -326,6 +338,9 @@ class Analyses:
             return self._uses[programs]
         if not self._pairs or self._pairs[0].programs != programs.pair:
             pair = next((p for p in self._pairs if p.programs == programs.pair), None)
+            pairs = programs.pair, *(p.programs for p in self._pairs)
+            if pair is None and len(pairs) > _MAX_PAIRS and len({*map(_code_of, pairs)}) == 1:
+                self._warn(_ANEW)
             other_pairs = [p for p in self._pairs if p is not pair]
             self._pairs = [pair or _Pair(programs.pair), *other_pairs][:_MAX_PAIRS]
         use = self._uses[programs] = self._pairs[0].begin(programs.call)

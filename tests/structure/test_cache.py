@@ -13,6 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
 from pyro_mcvae import ULA, CompiledELBO, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.run import Programs
@@ -358,3 +359,26 @@ def test_a_model_that_is_wrapped_at_each_step_costs_no_more_than_a_first_step(ma
 
     wrapped = counts(lambda program: pyro.condition(program, data={}))
     assert max(wrapped) <= max(counts(lambda same: same))
+
+
+def test_a_model_that_is_made_at_each_step_is_named(caplog):
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(x / 2, 1.0))
+
+    elbo = TraceIWAE_ELBO(2)
+    conditioned = [poutine.condition(model, data={}) for _ in range(8)]
+    for step in range(16):  # several programs in turn are no fault
+        elbo.loss(conditioned[step % 8], guide, torch.zeros(3))
+    assert "another object at each step" not in caplog.text
+    for _ in range(3):
+        elbo.loss(lambda x: model(x), guide, torch.zeros(3))
+    assert "another object at each step" not in caplog.text
+    for _ in range(9):
+        elbo.loss(lambda x: model(x), guide, torch.zeros(3))
+    assert caplog.text.count("another object at each step") == 1
