@@ -1,4 +1,4 @@
-"""The picture of a step's way in CONTRIBUTING.md is that of the code, and the way is not long."""
+"""The path of a step in docs/architecture.md is that of the code, and it is not long."""
 
 import re
 from functools import partial
@@ -13,7 +13,7 @@ from pyro_mcvae import TraceSIS_ELBO
 from tests.benchmarks import reading_path
 from tests.benchmarks.reading_path import PACKAGE
 
-TEXT = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("## The call path of a step")[1]
+TEXT = (PACKAGE.parent / "docs/architecture.md").read_text().split("## The path of a step")[1]
 PICTURE = TEXT.split("```text")[1].split("```")[0]
 LINE = re.compile(r"^(\w+/\w+\.py) +(?:\w+\.)?(\w+)", re.M)
 
