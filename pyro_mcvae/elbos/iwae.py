@@ -92,16 +92,15 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
     squares = deviations.square().sum(1).nan_to_num(0.0)
     # Sum over the odd columns for the even columns, and vice versa.
     qq, ww, pp, spread = squares.reshape(4, -1, 2).sum(1).flip(1).unbind()
-    # Twice the covariance of log q and log p. A slope b = pq / 2 qq has the squared relative error
-    # (4 pp qq / pq^2 - 1) / freedom. It is shrunk by four times this error.
-    pq, noise = (qq + pp - ww).clamp(min=0), _STANDARD_ERRORS**2 / freedom
-    one = 2 / (1 + noise)
-    slope = torch.addcdiv(pq / qq, pp, pq, value=-2 * noise * one).clamp(0, one)
-    # The mean factor is alpha + (1 - alpha) sum_k w_k^2 over all K, and the sum over the weights of
-    # a column is that of their squared deviations and 1 / rows.
-    unit = (1 - alpha) * rows / (num_particles * (columns // 2))
-    factor = spread + (alpha + (1 - alpha) / num_particles) / unit
-    coefficient = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
+    # The slope b has the squared relative error (pp qq / pq^2 - 1) / freedom, and is shrunk by four
+    # times this error.
+    pq = ((qq + pp - ww) / 2).clamp(min=0)
+    error = (pp * qq / pq.square() - 1) / freedom
+    slope = (pq / qq * (1 - _STANDARD_ERRORS**2 * error)).clamp(0, 1)
+    # The mean factor is f = alpha + (1 - alpha) sum_k w_k^2, over all K particles of a datum.
+    squared = (1 + rows * spread / (columns // 2)) / num_particles
+    factor = alpha + (1 - alpha) * squared
+    coefficient = (slope / (slope + (1 - slope) * factor)).nan_to_num(0.0)
     if alpha < 0:  # f may be negative, and then the best mixture is far from both gradients
         coefficient = coefficient.clamp(0, 1)
     length = num_particles if count == 1 else count
