@@ -11,6 +11,7 @@ floor 8     judgement, and what stands around a training loop
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -164,9 +165,8 @@ def own_names(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
+        elif isinstance(getattr(node, "ctx", None), ast.Store) and "." in ast.unparse(node):
+            yield from re.findall(r"^(?:self|cls)\.(\w+)$", ast.unparse(node))
 
 
 def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
@@ -180,9 +180,8 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             own = ast.unparse(node.value) in ("self", "cls", "super()")
             yield node.lineno, node.attr, "own attribute" if own else "attribute"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if is_private(node.value):
-                yield node.lineno, node.value, "string"
+        elif isinstance(node, ast.Constant) and is_private(str(node.value)):
+            yield node.lineno, node.value, "string"
 
 
 def test_private_interfaces_are_used_in_one_file() -> None:
