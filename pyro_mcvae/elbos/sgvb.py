@@ -137,15 +137,12 @@ def _is_right(q: Any, p: Any) -> bool:
 
 
 # The divergence of a uniform distribution on [0, 1] and a continuous Bernoulli is finite.
-_WRONG_RULES = [
-    divergence_rule(*pair)[0]
-    for pair in (
-        (ExponentialFamily, ExponentialFamily),
-        (Uniform, ContinuousBernoulli),
-        (ContinuousBernoulli, Uniform),
-    )
-]
-_TRANSFORMED, _ = divergence_rule(TransformedDistribution, TransformedDistribution)
+_WRONG_RULES = (
+    divergence_rule(ExponentialFamily, ExponentialFamily)[0],
+    divergence_rule(Uniform, ContinuousBernoulli)[0],
+    divergence_rule(ContinuousBernoulli, Uniform)[0],
+)
+_TRANSFORMED = divergence_rule(TransformedDistribution, TransformedDistribution)[0]
 
 
 def _is_fixed(transform: Transform) -> bool:

@@ -58,13 +58,11 @@ StopRecomputation = torch.utils.checkpoint._StopRecomputationError
 # Autocast caches cast weights also without gradients before this version.
 CACHES_CASTS_WITHOUT_GRADIENTS = torch.__version__ < "2.13"
 
-_DEVICES = "cpu", "cuda", "mps", "xpu"
-
 
 def devices() -> tuple[str, ...]:
     """Return the kinds of devices that may have autocast, with one that PyTorch does not ship."""
-    name = _private(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")()
-    return (*_DEVICES, name)
+    other = _private(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
+    return "cpu", "cuda", "mps", "xpu", other()
 
 
 is_autocast_enabled = _private(
@@ -72,9 +70,8 @@ is_autocast_enabled = _private(
 )
 
 
-def call_after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass, which raises its errors."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+# Calls a function at the end of the running backward pass, which raises its errors.
+call_after_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 
 # PyTorch: tensors.
@@ -192,6 +189,8 @@ def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
     if not PUBLIC_ONLY:
         module._apply(change)
         return
+    for device in {change(t).device for t in (*module.parameters(), *module.buffers())}:
+        module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = change(tensor.data)
         if tensor.grad is not None:
@@ -278,9 +277,7 @@ ROW_LENGTHS = "_beta"
 
 def state_of(part: Distribution | Transform) -> dict[str, Any]:
     """Return the attributes of a distribution or transform, without caches of transforms."""
-    kept = {name: v for name, v in vars(part).items() if not name.startswith("_cached")}
-    kept.pop("_inv", None)
-    return kept
+    return {n: v for n, v in vars(part).items() if n != "_inv" and not n.startswith("_cached")}
 
 
 # The attribute of straight-through draws with their relaxed value.

@@ -109,9 +109,7 @@ def check_unmasked(site: Site) -> None:
     :raises StatesError: for a masked site, because masked entries could have any value.
     """
     masks = [site["mask"]]
-    masks += [
-        mask_of(layer) for layer in layers(site["fn"]) if isinstance(layer, MaskedDistribution)
-    ]
+    masks += [mask_of(m) for m in layers(site["fn"]) if isinstance(m, MaskedDistribution)]
     if any(mask is not None and mask is not True for mask in masks):
         raise StatesError(
             f"site '{site['name']}' is masked, so states that differ only in masked entries would "
