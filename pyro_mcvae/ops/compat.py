@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from operator import attrgetter, methodcaller
 from typing import Any, ClassVar
 
@@ -227,7 +228,7 @@ def validate(fn: Distribution, value: Tensor) -> None:
     :raises ValueError: for a value that its density rejects.
     """
     if PUBLIC_ONLY:
-        fn.log_prob(value)
+        copy(fn).log_prob(value)  # which may store tensors that it computes
     elif fn._validate_args:
         fn._validate_sample(value)
 

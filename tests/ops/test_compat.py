@@ -356,6 +356,10 @@ def test_validate(compat):
         compat.validate(dist.Gamma(1.0, 1.0, validate_args=True), torch.tensor(-1.0))
     compat.validate(dist.Gamma(1.0, 1.0, validate_args=True), torch.tensor(1.0))
     compat.validate(dist.Gamma(1.0, 1.0, validate_args=False), torch.tensor(-1.0))
+    fn = dist.Bernoulli(torch.tensor(0.5))
+    before = dict(vars(fn))
+    compat.validate(fn, torch.tensor(1.0))
+    assert vars(fn) == before
 
 
 def test_names_of_functions_that_validate(compat):
