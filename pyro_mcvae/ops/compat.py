@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from operator import attrgetter, methodcaller
 from typing import Any, ClassVar
 
@@ -86,9 +85,9 @@ _storage_id = methodcaller("data_ptr") if PUBLIC_ONLY else attrgetter("_cdata")
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Return a number that tensors share if they have the same storage; None without storage."""
+    """Return a number that tensors share if they have the same memory; None without memory."""
     try:
-        return int(_storage_id(tensor.untyped_storage()))
+        return _storage_id(tensor.untyped_storage()) or None
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -227,22 +226,20 @@ def validate(fn: Distribution, value: Tensor) -> None:
 
     :raises ValueError: for a value that its density rejects.
     """
-    if PUBLIC_ONLY:
-        copy(fn).log_prob(value)  # which may store tensors that it computes
-    elif fn._validate_args:
+    if fn._validate_args:
         fn._validate_sample(value)
 
 
 @contextmanager
 def without_validation(fns: Iterable[Distribution]) -> Iterator[None]:
     """
-    Turn off the validation of distributions inside; the fallback leaves it on.
+    Turn off the validation of distributions inside.
 
     In wrappers where the setting is a property, it is that of their base distribution.
     """
     before = {
         fn: {name: v for name, v in vars(fn).items() if name == "_validate_args"}
-        for fn in (() if PUBLIC_ONLY else fns)
+        for fn in fns
         if not isinstance(getattr(type(fn), "_validate_args", None), property)
     }
     for fn in before:
