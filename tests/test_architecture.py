@@ -1,6 +1,6 @@
 """The layout is the architecture: imports go down only, and importing changes nothing.
 
-floor 0     arithmetic on tensors (torch only): ops, chains
+floor 0     arithmetic on tensors (torch only, except ops/compat.py): ops, chains
 floors 1-5  a pair of Pyro programs as a log weight: programs run, structure sorts, checks stop,
             particles run side by side, coordinates move
 floor 6     sums over discrete sites, and searches of their states
@@ -11,12 +11,17 @@ floor 8     judgement, and what stands around a training loop
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pyro
+import pyro.nn
+import torch
 
 import pyro_mcvae
 
@@ -37,6 +42,15 @@ FLOORS = {
     "training": 8,
 }
 ON_FLOOR_0 = {*sys.stdlib_module_names, "torch"}
+# The private interfaces of torch and Pyro, for all floors.
+COMPAT = "pyro_mcvae.ops.compat"
+# Methods that torch and Pyro call, or leave to be called, on objects of subclasses.
+OVERRIDDEN = {
+    *("_pyro_sample", "_process_message", "_postprocess_message", "_get_trace"),
+    *("_load_from_state_dict", "_save_to_state_dict", "_setup_prototype", "_create_plates"),
+}
+# Names with an underscore that Python documents.
+DOCUMENTED = {"_replace", "_asdict", "_fields", "_getframe"}
 # What an installation without extras has; torch needs the last one.
 CORE = {*sys.stdlib_module_names, "torch", "pyro", "typing_extensions"}
 
@@ -117,7 +131,8 @@ def violations(package: Path) -> list[str]:
                 result.append(f"{item}: up, from floor {floor}")
             continue
         distribution = item.target.split(".")[0]
-        if floor == 0 and distribution not in ON_FLOOR_0:
+        is_compat = item.importer == COMPAT and distribution == "pyro"
+        if floor == 0 and distribution not in ON_FLOOR_0 and not is_compat:
             result.append(f"{item}: floor 0 is torch only")
         elif item.at_top and distribution not in CORE:
             result.append(f"{item}: optional, so import it where it is used")
@@ -137,6 +152,59 @@ def test_imports_go_down_only() -> None:
     package = Path(pyro_mcvae.__file__).parent
     assert len(find_imports(find_modules(package))) > 10  # The checker found the package.
     assert violations(package) == []
+
+
+def is_private(name: str) -> bool:
+    return name.isidentifier() and name.startswith("_") and not name.startswith("__")
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Private names that a module defines: functions, classes, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(getattr(node, "ctx", None), ast.Store) and "." in ast.unparse(node):
+            yield from re.findall(r"^(?:self|cls)\.(\w+)$", ast.unparse(node))
+
+
+def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, private name and kind of each import from torch or Pyro, attribute and string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = (getattr(node, "module", None) or "").split(".")
+            names = [part for alias in node.names for part in alias.name.split(".")]
+            if {module[0], names[0]} & {"torch", "pyro", "functorch"}:
+                yield from ((node.lineno, n, "import") for n in (*module, *names) if is_private(n))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            own = ast.unparse(node.value) in ("self", "cls", "super()")
+            yield node.lineno, node.attr, "own attribute" if own else "attribute"
+        elif isinstance(node, ast.Constant) and is_private(str(node.value)):
+            yield node.lineno, node.value, "string"
+
+
+def test_private_interfaces_are_used_in_one_file() -> None:
+    modules = find_modules(Path(pyro_mcvae.__file__).parent)
+    trees = {n: ast.parse(path.read_text(encoding="utf-8")) for n, path in modules.items()}
+    compat = trees.pop(COMPAT)
+    theirs = {name for _, name, _ in private_uses(compat)} - set(own_names(compat))
+    assert {"_C", "_pytree", "_PYRO_STACK", "_pyro_dims", "_enumerate_dim", "_base"} <= theirs
+    objects = (torch.zeros(1), torch.nn.Linear(1, 1), pyro.get_param_store(), pyro.nn.PyroModule())
+    theirs |= {name for value in objects for name in dir(value) if is_private(name)}
+    ours = {name for tree in trees.values() for name in own_names(tree)} | OVERRIDDEN | DOCUMENTED
+
+    def is_theirs(name: str, kind: str) -> bool:
+        if kind in ("import", "string"):
+            return kind == "import" or name in theirs - ours
+        return name not in ours or (kind == "attribute" and name in theirs - OVERRIDDEN)
+
+    assert [
+        f"{module}:{line}: {kind} {name}"
+        for module, tree in trees.items()
+        for line, name, kind in private_uses(tree)
+        if is_theirs(name, kind)
+    ] == []
 
 
 def test_importing_changes_no_global_state() -> None:

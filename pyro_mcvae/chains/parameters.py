@@ -138,7 +138,8 @@ class StepSize(nn.Module, ABC):
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._buffers:  # training changes it in place
+        # Training changes them in place.
+        for name in dict(self.named_buffers(recurse=False, remove_duplicate=False)):
             destination[prefix + name] = destination[prefix + name].clone()
 
 

@@ -14,11 +14,11 @@ from pyro import distributions as dist
 from pyro import poutine
 from pyro.distributions.transforms import BatchNorm, Sylvester
 from pyro.infer.autoguide import AutoGuide
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 from torch.distributions import TransformedDistribution, VonMises, constraints
 
+from pyro_mcvae.ops.compat import HANDLERS, is_same_tensor
 from pyro_mcvae.programs.distributions import parts_of, transforms_of
 from pyro_mcvae.programs.isolation import find_modules
 from pyro_mcvae.programs.messengers import is_param_tracer
@@ -262,7 +262,7 @@ _TAKEN = (
 
 def collects_parameters() -> bool:
     """Return whether a caller trains the parameters of Pyro's store, as SVI does."""
-    return any(map(is_param_tracer, _PYRO_STACK))
+    return any(map(is_param_tracer, HANDLERS))
 
 
 def check_copied_parameters(programs: Programs, run: Run) -> None:
@@ -295,7 +295,7 @@ def _copied(name: str, site: Site) -> Tensor | None:
     offered = [*site["args"][1:2], site["kwargs"].get("init_tensor")][0]
     if _DIVIDER not in name or not isinstance(offered, Tensor):
         return None
-    return None if offered._cdata == site["value"]._cdata else offered
+    return None if is_same_tensor(offered, site["value"]) else offered
 
 
 def untrained(programs: Programs, run: Run) -> tuple[str, str] | None:

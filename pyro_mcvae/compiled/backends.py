@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from pyro_mcvae.compiled.graph import quick
 from pyro_mcvae.compiled.inductor import Run, compile_by_inductor
 from pyro_mcvae.compiled.repeats import Outline, outline
+from pyro_mcvae.ops.compat import PUBLIC_ONLY, RANDOM_NUMBERS, inductor_options, torch_compiled
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import first_line
 
@@ -167,7 +168,7 @@ class Backend:
         try:
             with torch.no_grad():
                 plain = self.name == "inductor" and not self.options
-                outlined = outline(graph, example) if plain else None
+                outlined = outline(graph, example) if plain and not PUBLIC_ONLY else None
                 if (size := outlined.size if outlined else count) > _MOST:
                     raise RuntimeError(f"to compile {size} operations would take minutes")
                 _logger.warning(
@@ -189,17 +190,12 @@ class Backend:
         return run
 
     def _compile(self, graph: GraphModule, example: list[Tensor], outlined: Outline | None) -> Run:
-        from torch._inductor import config
-
         plain = self.name == "inductor" and not self.options
-        # With the random numbers of PyTorch's operations a compiled step draws those of the plain
-        # one. Measured, they cost no more than Inductor's. Before PyTorch 2.13 the pass for
-        # locality changes the order of the draws.
-        with config.patch({"fallback_random": True, "reorder_for_locality": False}):
-            if plain:
+        with inductor_options(RANDOM_NUMBERS):
+            if plain and not PUBLIC_ONLY:
                 run = compile_by_inductor(graph, example, outlined)
             else:
-                compiled = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
+                compiled = torch_compiled(graph, self.name, self.options)
 
                 def run(*inputs: Tensor) -> list[Tensor]:
                     # CUDA graphs write each step's results to the same memory, and the gradients

@@ -27,6 +27,7 @@ from pyro_mcvae.compiled.recording import (
 )
 from pyro_mcvae.compiled.tracer import NotRecordable
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
+from pyro_mcvae.ops.compat import multiplied
 from pyro_mcvae.ops.tensors import Generators, is_due
 from pyro_mcvae.programs.contract import LossModule
 from pyro_mcvae.programs.isolation import visible_handlers
@@ -296,7 +297,7 @@ class _WithGradients(torch.autograd.Function):
             )
         if len({g.dtype for g in ctx.gradients}) > 1:
             return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
-        return (None, None, *torch._foreach_mul(ctx.gradients, scale.to(ctx.gradients[0].dtype)))
+        return (None, None, *multiplied(ctx.gradients, scale.to(ctx.gradients[0].dtype)))
 
 
 # A loss that is recorded once and replayed.

@@ -18,6 +18,7 @@ from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
 from pyro_mcvae.compiled.tracer import Layout, NotRecordable, aliased_arguments
+from pyro_mcvae.ops.compat import schema_of
 
 _aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def _is_functional(node: Node) -> bool:
 
 @cache
 def _has_no_side_effects(operation: Any) -> bool:
-    schema = getattr(operation, "_schema", None)
+    schema = schema_of(operation)
     if schema is None:
         return operation is operator.getitem
     return not (schema.is_mutable or operation in _STATISTICS)
@@ -83,7 +84,7 @@ def viewed_by(node: Node) -> Node | None:
 
 @cache
 def _returns_views(operation: Any) -> bool:
-    schema = getattr(operation, "_schema", None)
+    schema = schema_of(operation)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
@@ -207,12 +208,13 @@ def _simplify(graph: Graph) -> None:
 def _out_of_place(graph: Graph) -> None:
     """Replace a write to a tensor that nothing else reads by a new tensor."""
     for node in graph.nodes:
-        source, name = node.args[0] if node.args else None, getattr(node.target, "_opname", "")
+        source = node.args[0] if node.args else None
+        name, _, overload = getattr(node.target, "__name__", "").partition(".")
         if not (name.endswith("_") and isinstance(source, Node) and _is_pure(source)):
             continue
         kinds = [getattr(n.meta.get("layout"), "dtype", None) for n in node.all_input_nodes]
         alone = list(source.users) == [node] and viewed_by(source) is None and not is_draw(node)
-        new = getattr(getattr(_aten, name[:-1], None), node.target._overloadname, None)
+        new = getattr(getattr(_aten, name[:-1], None), overload, None)
         if alone and new is not None and None not in kinds and len(set(kinds)) == 1:
             node.target = new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -10,14 +11,13 @@ from types import CodeType
 from typing import Any, NoReturn
 
 import torch
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.compiled.tracer import unrecorded, unsupported_op
+from pyro_mcvae.ops.compat import HANDLERS, tree_leaves, tree_map_only, without_torch_function
 from pyro_mcvae.ops.slots import one_hot
 from pyro_mcvae.ops.tensors import add_guard
 from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
@@ -25,7 +25,7 @@ from pyro_mcvae.programs.source_lines import is_library
 from pyro_mcvae.programs.types import TorchFunction
 
 Function = Callable[..., object]
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = os.path.dirname(inspect.getfile(torch)) + os.sep
 
 
 # Numbers that a loss reads from tensors -----------------------------------------------------------
@@ -44,7 +44,7 @@ class Reading(float):
     @classmethod
     def of(cls, tensor: Tensor) -> Reading:
         """Read a tensor."""
-        with torch._C.DisableTorchFunction(), unrecorded():
+        with without_torch_function(), unrecorded():
             reading = cls(tensor.detach().item())
         # A Python number has double precision.
         reading.tensor = tensor.detach().double() if tensor.dtype.is_floating_point else tensor
@@ -201,7 +201,7 @@ def _stays(code: CodeType, caller: object) -> bool:
 def _in_a_program() -> bool:
     return any(
         isinstance(h, Recorder) or (isinstance(h, TraceMessenger) and not is_param_tracer(h))
-        for h in _PYRO_STACK
+        for h in HANDLERS
     )
 
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from pyro_mcvae.compiled.graph import owns_outputs, quick
 from pyro_mcvae.compiled.repeats import Outline
+from pyro_mcvae.ops import compat
 
 Run = Callable[..., list[Tensor]]
 _Call = Callable[[list[Tensor]], list[Tensor]]
@@ -24,10 +25,9 @@ _Call = Callable[[list[Tensor]], list[Tensor]]
 
 def compile_by_inductor(graph: GraphModule, example: list[Tensor], outlined: Outline | None) -> Run:
     """Return the function of a graph, with the bodies of its outline compiled once."""
-    from torch._inductor import config
 
     def compile(graph: GraphModule, example: list[Tensor]) -> Callable[[], Run]:
-        with config.patch({n: False for n in _ASSERTS if hasattr(config, n)}):
+        with compat.inductor_options(dict.fromkeys(_ASSERTS, False), where_known=True):
             call = _inductor(graph, example)
         return lambda: _with_memory(call)
 
@@ -52,20 +52,12 @@ def _layouts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
 
 
 def _inductor(graph: GraphModule, example: list[Tensor]) -> _Call:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    kernels: list[Any] = []
-
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        kernels.append(compile_fx_inner(*args, **kwargs))
-        return kernels[-1]
-
     owns = owns_outputs(graph.graph)
-    run: Any = compile_fx(graph, list(example), inner_compile=remembered)
+    run, kernels = compat.inductor_kernels(graph, example)
     # The wrapper of the compiled function joins views of inputs with their updates.
     # Without any it does nothing, but takes a tenth of the time of a small graph.
     if owns and len(kernels) == 1:
-        return getattr(kernels[0], "current_callable", kernels[0])
+        return cast("_Call", kernels[0])
     return lambda inputs: run(*inputs)
 
 
@@ -163,13 +155,13 @@ namespace part_{i} {{
 class _Kernel:
     """A kernel that is not compiled yet. If it is called, it is compiled separately."""
 
-    def __init__(self, cache: Any, types: list[str], source: str) -> None:
-        self.cache, self.types, self.source = cache, types, source
+    def __init__(self, types: list[str], source: str) -> None:
+        self.types, self.source = types, source
         self.run: Callable[..., None] | None = None
 
     def __call__(self, *args: object) -> None:
         if self.run is None:
-            self.run = self.cache.load_pybinding(self.types, self.source)
+            self.run = compat.kernel_cache().load_pybinding(self.types, self.source)
         self.run(*args)
 
 
@@ -181,27 +173,11 @@ def in_one_file() -> Iterator[None]:
     If this version of PyTorch does not support it, or the file cannot be compiled,
     kernels are compiled one by one, as Inductor does.
     """
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
-
-    if "{entry_func}" not in getattr(Cache, "suffix_template", ""):
+    if "{entry_func}" not in getattr(compat.kernel_cache(), "suffix_template", ""):
         yield
         return
-    load, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-    scopes: list[dict[str, Any]] = []
-
-    def load_later(self: AsyncCompile, argtypes: list[str], source_code: str) -> _Kernel:
-        return _Kernel(Cache, argtypes, source_code)
-
-    def wait_for_others(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        scopes.append(scope)
-        wait(self, scope)
-
-    AsyncCompile.cpp_pybinding, AsyncCompile.wait = load_later, wait_for_others  # type: ignore[method-assign]
-    try:
+    with compat.deferred_kernels(_Kernel) as scopes:
         yield
-    finally:
-        AsyncCompile.cpp_pybinding, AsyncCompile.wait = load, wait  # type: ignore[method-assign]
     kernels = [k for scope in scopes for k in scope.values() if isinstance(k, _Kernel)]
     if len(kernels) < 2:
         return
@@ -214,14 +190,14 @@ def in_one_file() -> Iterator[None]:
 
 
 def _compile(kernels: list[_Kernel]) -> None:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+    cache = compat.kernel_cache()
 
-    class First(Cache):
+    class First(cache):  # type: ignore[misc, valid-type]
         entry_function = "kernel_0"
 
     long = sum(len(k.source) for k in kernels) > _LONG and (os.cpu_count() or 1) > 1
     files = [kernels[::2], kernels[1::2]] if long else [kernels]
-    loads = [First.load_async(_source(file, Cache.suffix_template), "cpu") for file in files]
+    loads = [First.load_async(_source(file, cache.suffix_template), "cpu") for file in files]
     with ThreadPoolExecutor(len(files)) as threads:  # the compiler runs in another process
         libraries = list(threads.map(lambda load: load(), loads))
     for library, file in zip(libraries, files, strict=True):

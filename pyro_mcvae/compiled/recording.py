@@ -18,12 +18,13 @@ from pyro import poutine
 from pyro.distributions.util import is_validation_enabled
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import ReadingMode
 from pyro_mcvae.compiled.inductor import Run
 from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, said_by, trace
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import tree_flatten, tree_unflatten
 from pyro_mcvae.ops.tensors import Tree, read, recorded_guards, total_norm
 from pyro_mcvae.programs.isolation import visible_handlers
 from pyro_mcvae.programs.messengers import is_param_tracer
@@ -173,25 +174,14 @@ class NotUsable(NotRecordable):
 # Gradients ----------------------------------------------------------------------------------------
 
 
-def _has_hooks(leaf: Tensor) -> bool:
-    """Return whether a parameter has hooks on its gradient or on the accumulation of gradients."""
-    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
-
-
 def gradients_of(
     loss: Tensor, leaves: list[Tensor], gradient: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """
     Return the gradients of parameters before hooks run; None for parameters without a gradient.
     """
-    hooks_before = [leaf._backward_hooks for leaf in leaves]
-    for leaf in leaves:
-        leaf._backward_hooks = None
-    try:
+    with compat.without_gradient_hooks(leaves):
         return torch.autograd.grad(loss, leaves, gradient, retain_graph=True, allow_unused=True)
-    finally:
-        for leaf, hooks in zip(leaves, hooks_before, strict=True):
-            leaf._backward_hooks = hooks
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
@@ -269,7 +259,7 @@ class Surroundings:
                 self._before.unsupported
             )  # before an item of an iterator is consumed
         self._generators = GeneratorStates(self._before)
-        self._names = set(pyro.get_param_store()._params)
+        self._names = set(pyro.get_param_store().keys())
         self._roots, self._expected = roots, executed
         tensors = [root for root in roots if is_a(root, Tensor)]
         self._outside = OutsideState(self._before.with_arguments(*tensors))
@@ -278,7 +268,7 @@ class Surroundings:
         for value in self._before.objects:
             spaces = [space] if (space := space_of(value)) is not None else []
             if is_a(value, nn.Module):
-                spaces.append(value._buffers)
+                spaces.append(compat.tables_of(value)["buffers"])
             self._spaces += [(type(value), space, dict(space)) for space in spaces]
 
     def __enter__(self) -> Surroundings:
@@ -297,7 +287,7 @@ class Surroundings:
         Undo the side effects of a step that are not recorded, except for PyTorch's generators.
         """
         store = pyro.get_param_store()
-        for name in set(store._params) - self._names:
+        for name in set(store.keys()) - self._names:
             del store[name]
         for _, space, before in self._spaces:
             if any(space.get(k, space) is not v for k, v in before.items()):
@@ -356,7 +346,8 @@ class Surroundings:
             raise NotRecordable("runs an optimizer inside the model or guide")
         if name := self._generators.moved():
             raise NotRecordable(f"draws random numbers from {name}: use PyTorch's")
-        if new := set(pyro.get_param_store()._params) - self._names:
+        stored = set(pyro.get_param_store().keys())
+        if new := stored - self._names:
             raise NotUsable(f"makes a new parameter, {sorted(new)[0]}")
         keys = {(id(s.space), s.key) for s in slots}
 
@@ -441,7 +432,7 @@ class Recording:
 
     def changed(self) -> str | None:
         """Return the first value that the graph treats as constant and that has changed, if any."""
-        store = pyro.get_param_store()._params
+        store = dict(pyro.get_param_store().named_parameters())
         for name, value in self.params:
             if store.get(name) is not value:
                 return f"parameter '{name}'"
@@ -450,7 +441,7 @@ class Recording:
                 return f"attribute '{slot.key}' of {slot.owner.__name__}"
         if not all(p.requires_grad and p.shape == s for p, s in self._shapes):
             return "a parameter's shape, or whether it requires a gradient,"
-        if self.adds_gradients and any(map(_has_hooks, self.leaves)):
+        if self.adds_gradients and any(map(compat.has_gradient_hooks, self.leaves)):
             return "a hook on a parameter"
         entry = self.dependencies.changed()
         return None if entry is None else entry.name
@@ -574,7 +565,9 @@ def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording,
         step = _Step(loss, call, around)
         # Copies, because a tensor that a program also reads elsewhere is not only an argument.
         traced = trace(step, [t.detach() for t in call.inputs()])
-        if (adds := call.function == "loss_and_grads") and any(map(_has_hooks, step.leaves)):
+        if (adds := call.function == "loss_and_grads") and any(
+            map(compat.has_gradient_hooks, step.leaves)
+        ):
             raise NotRecordable(
                 "a parameter has a hook on its gradient: use (model, guide) modules"
             )

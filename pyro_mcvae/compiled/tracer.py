@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_mcvae.ops.compat import READ_NUMBER, TorchDispatchMode, schema_of
 from pyro_mcvae.ops.tensors import add_guard
 from pyro_mcvae.programs.source_lines import program_line
 
@@ -201,7 +201,7 @@ class _Tracer(TorchDispatchMode):
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         nodes = [self.result_of(a) for a in args if isinstance(a, Tensor)]
-        if func is not _aten._local_scalar_dense.default or not all(map(_is_number, nodes)):
+        if func is not READ_NUMBER or not all(map(_is_number, nodes)):
             unsupported_op("reads a tensor's value")
         value = func(*args, **kwargs)
         if value != value:
@@ -220,7 +220,7 @@ def _is_number(node: Node | None, stored: bool = True) -> bool:
     if node is None or node.op == "placeholder":
         return node is None and stored
     if node.target is not _aten.lift_fresh_copy.default:
-        schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+        schema, tags = schema_of(node.target), getattr(node.target, "tags", ())
         if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
             return False
         if not all(map(_is_number, node.all_input_nodes)):
@@ -252,6 +252,6 @@ def aliased_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
 @cache
 def _aliased(operation: Any) -> list[tuple[int, str, Any]]:
     """Return the index and name of each argument of an operation that has alias information."""
-    schema = getattr(operation, "_schema", None)
+    schema = schema_of(operation)
     arguments = enumerate(schema.arguments if schema is not None else ())
     return [(i, a.name, a.alias_info) for i, a in arguments if a.alias_info is not None]

@@ -239,7 +239,7 @@ class RecordedTransition:
         dependencies = Dependencies.of(*self._programs, executed=around.executed)
         # Nothing is trained here, but a step size adapts.
         moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
-        known = moving | {id(t) for t in pyro.get_param_store()._params.values()}
+        known = moving | {id(t) for _, t in pyro.get_param_store().named_parameters()}
         known |= {id(entry.value) for entry in dependencies.entries}
         places = [None if id(c) in known else self._contents.place(c) for c in constants]
         numbers = fresh(graph.graph, len(constants))

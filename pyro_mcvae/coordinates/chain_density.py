@@ -10,11 +10,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.chains.kernels import State, finite
 from pyro_mcvae.checks.faults import check_scales
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
+from pyro_mcvae.ops.compat import tree_map_only
 from pyro_mcvae.ops.tensors import costs_nothing_to_read, guard, guard_at_most, guard_finite
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast

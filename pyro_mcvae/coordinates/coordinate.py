@@ -18,12 +18,12 @@ from torch.distributions import (
     StickBreakingTransform,
     biject_to,
     constraints,
-    gamma,
 )
 from torch.nn.functional import logsigmoid
 
 from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
+from pyro_mcvae.ops.compat import InverseTransform, standard_gamma
 from pyro_mcvae.programs.distributions import is_elementary, is_pushed_forward, parts_of
 from pyro_mcvae.programs.log_values import Logs, at_logs, log_det, logs_of, pulled, pushed, value_of
 from pyro_mcvae.programs.methods import has_methods_of
@@ -114,7 +114,7 @@ def simplified(transform: Transform) -> Transform:
     """Return ``exp`` instead of ``exp`` and a shift by zero, and without wrappers of event dims."""
     parts = [p for p in parts_of(transform) if not _is_identity(p)]
     single = len(parts) == 1 and type(parts[0]) in _SIMPLE
-    inverted = type(transform).__name__ == "_InverseTransform"
+    inverted = type(transform) is InverseTransform
     return parts[0] if single and not inverted else transform
 
 
@@ -162,7 +162,7 @@ def _draw(fn: Any) -> Tensor | None:
 def _log_gamma(concentration: Tensor) -> Tensor:
     """Return the logarithm of a draw of Gamma(concentration, 1)."""
     # Down to a concentration of 0.04, less than one draw in 1e12 underflows in double precision.
-    return gamma._standard_gamma(concentration.double()).log().to(concentration.dtype)
+    return standard_gamma(concentration.double()).log().to(concentration.dtype)
 
 
 def _log_beta(fn: Any) -> Logs:

@@ -17,6 +17,7 @@ from pyro.contrib.zuko import ZukoToPyro
 from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
+from pyro_mcvae.ops.compat import low_rank_of, scale_tril_of
 from pyro_mcvae.programs.log_values import pushed
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.types import Distribution, NoCoordinateError
@@ -193,19 +194,20 @@ def _uniform(fn: Distribution) -> Noise:
 
 @register_noise(*_pair("MultivariateNormal"))
 def _multivariate_normal(fn: Distribution) -> Noise:
+    factor = scale_tril_of(fn)
     return Noise(
         StandardNormal(fn.loc),
         fn.event_shape,
-        lambda eps: fn.loc + (fn._unbroadcasted_scale_tril @ eps.unsqueeze(-1)).squeeze(-1),
+        lambda eps: fn.loc + (factor @ eps.unsqueeze(-1)).squeeze(-1),
         inverse=lambda value: torch.linalg.solve_triangular(
-            fn._unbroadcasted_scale_tril, (value - fn.loc).unsqueeze(-1), upper=False
+            factor, (value - fn.loc).unsqueeze(-1), upper=False
         ).squeeze(-1),
     )
 
 
 @register_noise(*_pair("LowRankMultivariateNormal"))
 def _low_rank_normal(fn: Distribution) -> Noise:
-    factor, diagonal = fn._unbroadcasted_cov_factor, fn._unbroadcasted_cov_diag
+    factor, diagonal = low_rank_of(fn)
     rank = factor.shape[-1]
 
     def transform(eps: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from pyro_mcvae.checks.vectorization import SLOTS
 from pyro_mcvae.discrete.site_slots import SiteOptions, SiteSlots, check_num_slots, choose
+from pyro_mcvae.ops import compat
 from pyro_mcvae.ops.checks import WarnOnce
+from pyro_mcvae.ops.compat import ENUMERATE_DIM, dims_of
 from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs import sites
@@ -135,7 +137,7 @@ class SlotCost:
 
     @property
     def dims(self) -> frozenset[str]:
-        return frozenset(self.value._pyro_dims)  # type: ignore[attr-defined]
+        return frozenset(dims_of(self.value))
 
 
 @dataclass
@@ -167,7 +169,7 @@ class ScoredSite:
     @property
     def order(self) -> str:
         """Return the symbols of the dims of ``weight``."""
-        return self.weight._pyro_dims  # type: ignore[attr-defined]
+        return dims_of(self.weight)
 
     @property
     def dims(self) -> frozenset[str]:
@@ -230,7 +232,7 @@ def slot_run_of(run: Run) -> SlotRun:
     states = {
         c.term.key
         for c in factors
-        if c.term.key.name not in guide and "_enumerate_dim" in c.term.site["infer"]
+        if c.term.key.name not in guide and ENUMERATE_DIM in c.term.site["infer"]
     }
     return SlotRun(run, [*_sum_states(factors, states), *costs], scored)
 
@@ -263,9 +265,7 @@ def _cost(term: Term, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
     """Return a packed tensor without and with its gradient."""
-    value = path.detach()
-    value._pyro_dims = path._pyro_dims  # type: ignore[attr-defined]
-    return value, path
+    return compat.with_dims(path.detach(), dims_of(path)), path
 
 
 def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
@@ -274,10 +274,10 @@ def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
     if slots is None:
         one = torch.ones_like(score).unsqueeze(0)
         slots = SiteSlots(SiteOptions(0, 1), None, Choice(site["value"], one, one > 0))
-    weight, dim = slots.choice.weight.to(score.dtype), site["infer"].get("_enumerate_dim")
+    weight, dim = slots.choice.weight.to(score.dtype), site["infer"].get(ENUMERATE_DIM)
     weight = weight[0] if dim is None else _slots_to(weight, dim)
-    symbol = site["infer"].get("_enumerate_symbol")
-    dim_of = {s: d for d, s in site["infer"]["_dim_to_symbol"].items()}
+    symbol = site["infer"].get(compat.ENUMERATE_SYMBOL)
+    dim_of = {s: d for d, s in site["infer"][compat.DIM_TO_SYMBOL].items()}
     weight = pack(site, term.key.program, weight.detach(), sums=False)
     return ScoredSite(term.key.name, site, slots, score, weight, symbol, plates, dim_of)
 
@@ -292,7 +292,7 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
 
 def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
     """Sum over the states of the model's enumerated sites, inside the logarithm."""
-    dims = {c.term.site["infer"]["_enumerate_symbol"] for c in model if c.term.key in states}
+    dims = {c.term.site["infer"][compat.ENUMERATE_SYMBOL] for c in model if c.term.key in states}
     inside: list[SlotCost] = []
     costs: list[SlotCost] = []
     for c in model:

@@ -37,8 +37,8 @@ from pyro_mcvae.checks.masks import (
     with_priors,
 )
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
+from pyro_mcvae.ops.compat import call_after_backward, stored_entries
 from pyro_mcvae.ops.tensors import (
-    after_backward,
     costs_nothing_to_read,
     is_recording,
     read,
@@ -278,7 +278,7 @@ def _near_boundary(value: Tensor) -> Tensor:
 
 
 def _entries(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    return stored_entries(gradient) if gradient.is_sparse else gradient
 
 
 # Warnings and errors about a model and guide.
@@ -768,7 +768,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         loss = with_gradient_of(estimate.value, estimate.surrogate)
         if checked and loss.requires_grad and not is_recording():
             check = GradientCheck(estimate, self)
-            loss.register_hook(lambda _: after_backward(check.raise_if_not_finite))
+            loss.register_hook(lambda _: call_after_backward(check.raise_if_not_finite))
         return loss
 
     def loss_and_grads(

@@ -32,6 +32,7 @@ from pyro_mcvae.elbos.elbo_terms import (
     elbo_bounds,
     weighted_estimate,
 )
+from pyro_mcvae.ops.compat import DIM_TO_SYMBOL, dims_of, with_dims
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.run import Programs, is_messenger
@@ -278,7 +279,7 @@ class SlotSums:
         self._scored = slot_run.scored
         self._ancestors = ancestors
         self._owner = {s.symbol: s.name for s in slot_run.scored.values() if s.symbol}
-        self._leaves = {n: _named(s.weight.detach(), s.order) for n, s in self._scored.items()}
+        self._leaves = {n: with_dims(s.weight.detach(), s.order) for n, s in self._scored.items()}
         self._keys = [self._key(cost) for cost in slot_run.costs]
         self._costs = slot_run.costs
         # Costs with the same weights are added first.
@@ -306,8 +307,8 @@ class SlotSums:
                 slots = [i for i, d in enumerate(dims) if d not in cost.plates]
                 total = total.sum(slots) if slots else total
                 kept = "".join(d for d in dims if d in cost.plates)
-                symbols = cost.term.site["infer"]["_dim_to_symbol"].items()
-                values.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
+                symbols = cost.term.site["infer"][DIM_TO_SYMBOL].items()
+                values.append(packed.unpack(with_dims(total, kept), {s: d for d, s in symbols}))
         return values
 
     def differentiate(self, programs: Programs) -> tuple[Tensor, Sum]:
@@ -338,10 +339,10 @@ class SlotSums:
         return site.slots.surrogate(
             site.site,
             programs,
-            weight=site.slots_first(_named(weight, site.order)),
+            weight=site.slots_first(with_dims(weight, site.order)),
             sampled=site.sampled(),
             score=site.first(site.score),
-            cost=site.slots_first(_named(cost, site.order)),
+            cost=site.slots_first(with_dims(cost, site.order)),
             upstream=site.slots_first(upstream),
             value=site.values(),
         )
@@ -390,12 +391,12 @@ class SlotSums:
         for i, name in enumerate(names):
             later = dims.union(*(self._scored[n].dims for n in names[i + 1 :]))
             weight = self._weight(name, plates)
-            have = frozenset(weight._pyro_dims)  # type: ignore[attr-defined]
+            have = frozenset(dims_of(weight))
             if total is not None:
-                have |= frozenset(total._pyro_dims)  # type: ignore[attr-defined]
+                have |= frozenset(dims_of(total))
             kept = "".join(sorted(have & later))
             # The previous product is identified by its id, because the cache keeps it alive.
-            key = id(total), name, weight._pyro_dims, kept  # type: ignore[attr-defined]
+            key = id(total), name, dims_of(weight), kept
             if key not in self._cache:
                 self._cache[key] = _product(total, weight, kept)
             total = self._cache[key]
@@ -408,13 +409,13 @@ class SlotSums:
             return leaf
         # If a cost outside a plate depends on draws inside, the whole cost belongs to each draw.
         kept = "".join(d for d in site.order if d not in site.plates - plates)
-        return _named(1 + (leaf - 1).sum(outside), kept)
+        return with_dims(1 + (leaf - 1).sum(outside), kept)
 
     def _upstream(self, site: ScoredSite) -> Tensor:
         dims = site.dims - {site.symbol}
         members = self._closure((), dims) - {site.name}
         marginal = self._marginal(members, dims, site.plates)
-        return _named(site.weight.new_ones(()), "") if marginal is None else marginal
+        return with_dims(site.weight.new_ones(()), "") if marginal is None else marginal
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
         pairs = ((costs, masses[k]) for (k, _), costs in self._alike.items())
@@ -426,23 +427,17 @@ class SlotSums:
 def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
     """Multiply two packed tensors, and sum over all dims except ``kept``."""
     pair = [t for t in (left, right) if t is not None]
-    names = [t._pyro_dims for t in pair]  # type: ignore[attr-defined]
+    names = list(map(dims_of, pair))
     number = {d: i for i, d in enumerate(dict.fromkeys("".join(names)))}
     operands = [
         part for t, n in zip(pair, names, strict=True) for part in (t, [number[d] for d in n])
     ]
-    return _named(torch.einsum(*operands, [number[d] for d in kept]), kept)
-
-
-def _named(value: Tensor, dims: str) -> Tensor:
-    """Give names to the dims of a packed tensor."""
-    value._pyro_dims = dims  # type: ignore[attr-defined]
-    return value
+    return with_dims(torch.einsum(*operands, [number[d] for d in kept]), kept)
 
 
 def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
     """Sort the dims of a packed tensor, with size 1 for missing ones."""
-    dims_of_value, target = getattr(value, "_pyro_dims", ""), sorted(dims)
+    dims_of_value, target = dims_of(value) if value.dim() else "", sorted(dims)
     order = [dims_of_value.index(d) for d in target if d in dims_of_value]
     sizes = [value.shape[dims_of_value.index(d)] if d in dims_of_value else 1 for d in target]
     return value.permute(order).reshape(sizes)

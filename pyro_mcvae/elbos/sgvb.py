@@ -12,10 +12,13 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import (
     Categorical,
+    ContinuousBernoulli,
+    ExponentialFamily,
     Independent,
     OneHotCategorical,
     Transform,
-    kl,
+    TransformedDistribution,
+    Uniform,
     kl_divergence,
 )
 from typing_extensions import Unpack
@@ -23,6 +26,7 @@ from typing_extensions import Unpack
 from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_cost, elbo_costs, elbo_estimate
 from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.ops.compat import divergence_rule, state_of
 from pyro_mcvae.programs.methods import has_methods_of, library_class
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, layers, masked
@@ -94,13 +98,14 @@ def _divergence(q: Any, p: Any) -> Tensor:
     divergence: Tensor = kl_divergence(q, p)
     while isinstance(q, Independent) and isinstance(p, Independent):
         q, p = q.base_dist, p.base_dist
-    if isinstance(q, OneHotCategorical) and isinstance(p, OneHotCategorical):
-        q, p = q._categorical, p._categorical
-    if not isinstance(q, Categorical) or not isinstance(p, Categorical):
+    if not any(isinstance(q, kind) and isinstance(p, kind) for kind in _CATEGORICAL):
         return divergence
     log_ratio = torch.where(q.probs > 0, q.logits - p.logits, 0.0)
     each = (q.probs * log_ratio).sum(-1)
     return cast("Tensor", sum_rightmost(each, each.dim() - divergence.dim()))
+
+
+_CATEGORICAL = Categorical, OneHotCategorical
 
 
 def _is_right(q: Any, p: Any) -> bool:
@@ -114,18 +119,14 @@ def _is_right(q: Any, p: Any) -> bool:
     transforms with equal values. The rule for exponential families detaches the first distribution.
     Two rules are infinite at the ends of equal supports.
     """
-    kinds = type(q), type(p)
-    # The rule may be NotImplemented, which has no truth value.
-    rule = kl._KL_MEMOIZE[kinds] if kinds in kl._KL_MEMOIZE else kl._dispatch_kl(*kinds)
+    rule, pairs = divergence_rule(type(q), type(p))
     if rule in _WRONG_RULES or not any(
-        has_methods_of(q, pair[0]) and has_methods_of(p, pair[1])
-        for pair, other in kl._KL_REGISTRY.items()
-        if other is rule
+        has_methods_of(q, kind) and has_methods_of(p, other) for kind, other in pairs
     ):
         return False
     if isinstance(q, Independent) and isinstance(p, Independent):
         return _is_right(q.base_dist, p.base_dist)
-    if rule is not kl._kl_transformed_transformed:
+    if rule is not _TRANSFORMED:
         # Rules for wrappers have the closed form of what is wrapped.
         parts = [*layers(q)][1:] + [*layers(p)][1:]
         return all(has_methods_of(f, library_class(f)) for f in parts)
@@ -137,18 +138,18 @@ def _is_right(q: Any, p: Any) -> bool:
 
 # The divergence of a uniform distribution on [0, 1] and a continuous Bernoulli is finite.
 _WRONG_RULES = (
-    kl._kl_expfamily_expfamily,
-    kl._kl_uniform_continuous_bernoulli,
-    kl._kl_continuous_bernoulli_uniform,
+    divergence_rule(ExponentialFamily, ExponentialFamily)[0],
+    divergence_rule(Uniform, ContinuousBernoulli)[0],
+    divergence_rule(ContinuousBernoulli, Uniform)[0],
 )
+_TRANSFORMED = divergence_rule(TransformedDistribution, TransformedDistribution)[0]
 
 
 def _is_fixed(transform: Transform) -> bool:
     """Return whether a transform has no parameters, so that equal transforms are identical."""
-    values = (v for n, v in vars(transform).items() if n != "_inv")
     return all(
         not v.requires_grad if isinstance(v, Tensor) else v is None or isinstance(v, int | float)
-        for v in values
+        for v in state_of(transform).values()
     )
 
 

@@ -17,7 +17,6 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError, Stage
 from pyro_mcvae.evaluation.evidence import (
@@ -41,6 +40,7 @@ from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
 from pyro_mcvae.evaluation.tables import filled, fraction, number, table
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
+from pyro_mcvae.ops.compat import tree_flatten
 from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored

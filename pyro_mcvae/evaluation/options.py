@@ -14,7 +14,6 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import pyro
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,7 +28,8 @@ from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, 
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.evaluation.clock import Stage
 from pyro_mcvae.ops.checks import check_count, check_flag, check_positive
-from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable, saved_tables
+from pyro_mcvae.ops.compat import saved_tables, stored_parameters
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -61,7 +61,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     with rewindable(seed is not None) as rewind, evaluation_modules(roots):
         try:
             for name, value in _own_parameters(roots):
-                if name in store and store._params[name] is not value:
+                if name in store and dict(store.named_parameters())[name] is not value:
                     del store[name]  # another module's
             if seed is not None:
                 pyro.set_rng_seed(seed)
@@ -74,10 +74,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
 def _own_parameters(roots: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of PyroModules by name. Warn about those that another module has."""
     for module in (m for root in roots for m in root.modules()):
-        if not isinstance(module, PyroModule) or not module._pyro_context.used:
-            continue
-        for parameter in module._pyro_params:
-            name = module._pyro_get_fullname(parameter)
+        for parameter, name in stored_parameters(module):
             value = getattr(module, f"{parameter}_unconstrained")
             holders = _HOLDERS.setdefault(value, weakref.WeakKeyDictionary())
             if any(known == name and other is not module for other, known in holders.items()):

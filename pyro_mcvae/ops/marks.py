@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import TorchDispatchMode, schema_of, tree_map
 from pyro_mcvae.ops.smoothing import SMOOTHED
 from pyro_mcvae.ops.tensors import tensors_in
 from pyro_mcvae.ops.vmap_dims import beneath, is_transformed
@@ -197,7 +197,7 @@ class Marks(TorchDispatchMode):
         self.line, self._replayed, self._other_branch = line, replayed, other_branch
         self._shadows: dict[int, tuple[Any, _Shadow]] = {}
         # Masks are not differentiated by torch.func.grad around the programs.
-        self._apart = torch._C._DisableFuncTorch if is_transformed() else nullcontext
+        self._apart = compat.without_transforms if is_transformed() else nullcontext
         self.words, self._next = 1, 0
         self._outside = _Outside(self)
         self.control = 0
@@ -227,8 +227,8 @@ class Marks(TorchDispatchMode):
         """Return a context in which operators of the package itself run without marks."""
         stack = ExitStack()
         stack.enter_context(self._apart())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(compat.without_torch_function())
+        stack.enter_context(compat.without_dispatch_modes())
         return stack
 
     # Bits, and the marks of tensors.
@@ -247,7 +247,7 @@ class Marks(TorchDispatchMode):
     def mask(self, tensor: Tensor) -> Tensor | None:
         """Return the mask of a tensor, ``[words, *shape]``; None if it has no marks."""
         tensor = beneath(tensor)
-        key = _storage_key(tensor)
+        key = compat.storage_key(tensor)
         found = None if key is None else self._shadows.get(key)
         with self._apart():
             return None if found is None else found[1].view(tensor)
@@ -274,7 +274,7 @@ class Marks(TorchDispatchMode):
         return frozenset() if found is None else found.corners
 
     def _shadow(self, value: object) -> _Shadow | None:
-        key = _storage_key(beneath(value)) if isinstance(value, Tensor) else None
+        key = compat.storage_key(beneath(value)) if isinstance(value, Tensor) else None
         found = None if key is None else self._shadows.get(key)
         return None if found is None else found[1]
 
@@ -284,7 +284,7 @@ class Marks(TorchDispatchMode):
             self._write(beneath(tensor), mask)
 
     def _write(self, tensor: Tensor, mask: Tensor | int) -> None:
-        key = _storage_key(tensor)
+        key = compat.storage_key(tensor)
         if isinstance(mask, int):
             mask = mask_of_bits(mask, self.words, tensor)
         if key is None:  # sparse tensors have no entries to mark
@@ -339,7 +339,7 @@ class Marks(TorchDispatchMode):
         masks = {}
         for tensor in tensors:
             if (mask := self.mask(tensor)) is not None:
-                masks[id(tensor)] = mask.clone() if func._schema.is_mutable else mask
+                masks[id(tensor)] = mask.clone() if schema_of(func).is_mutable else mask
         is_draw = _is_seeded(func) and not self.at_site
         if is_draw:
             # A generator that a program makes gives the same numbers to each run.
@@ -441,7 +441,7 @@ def _is_seeded(func: Any) -> bool:
 @cache
 def _is_view(func: Any) -> bool:
     """Return whether an operator only returns a view, or changes the shape of a tensor in place."""
-    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    aliases = [r.alias_info for r in schema_of(func).returns if r.alias_info is not None]
     return torch.Tag.inplace_view in func.tags or (
         bool(aliases) and not any(a.is_write for a in aliases)
     )
@@ -449,14 +449,7 @@ def _is_view(func: Any) -> bool:
 
 def _identities(generators: Iterable[Any]) -> set[int]:
     # An operator gets other Python objects for the same generators.
-    return {g._cdata for g in generators}
-
-
-def _storage_key(tensor: Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return None
+    return set(map(compat.generator_key, generators))
 
 
 # Functions by which values leave PyTorch's operators, and functions that only check values.
@@ -680,8 +673,8 @@ class _Call:
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self._marks, self.tensors, self.masks = marks, tensors, masks
-        name = func._schema.name.split("::")[-1]
-        mutable = func._schema.is_mutable
+        name = func.overloadpacket.__name__
+        mutable = schema_of(func).is_mutable
         self.name = name[:-1] if mutable and name.endswith("_") else name
         self._words = next((m.shape[0] for m in masks.values()), 1)
 
@@ -690,7 +683,7 @@ class _Call:
     @property
     def named(self) -> dict[str, Any]:
         """Return the arguments by name."""
-        names = [a.name for a in self.func._schema.arguments]
+        names = [a.name for a in schema_of(self.func).arguments]
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
     def is_marked(self, value: object) -> bool:
@@ -743,27 +736,27 @@ class _Call:
     @property
     def is_branch(self) -> bool:
         """Return whether Python reads True or False."""
-        return self.name == "_local_scalar_dense" and self.args[0].dtype is torch.bool
+        return self.func is compat.READ_NUMBER and self.args[0].dtype is torch.bool
 
     @property
     def read_values(self) -> list[Tensor]:
         return self._bool_index if self.name in ("index", "_unsafe_index") else self.tensors
 
     def is_written(self, result: Tensor) -> bool:
-        return self.func._schema.is_mutable and any(result is t for t in self.tensors)
+        return schema_of(self.func).is_mutable and any(result is t for t in self.tensors)
 
     def is_view(self, result: Tensor) -> bool:
         """Return whether a result shares the storage of an input that was not written."""
         if self.is_written(result):
             return False
-        key = _storage_key(result)
-        return any(_storage_key(t) == key for t in self.tensors)
+        key = compat.storage_key(result)
+        return any(compat.storage_key(t) == key for t in self.tensors)
 
     def kept_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return copies of the arguments before they are overwritten, if a rule needs them."""
         if self.name not in _BY_NAN and not self._may_ignore:
             return None
-        if not self.func._schema.is_mutable:
+        if not schema_of(self.func).is_mutable:
             return self.args, self.kwargs
         copies = {id(t): t.clone() for t in self.tensors}
         for tensor in self.tensors:
@@ -915,7 +908,7 @@ class _Call:
         steering = [t for t in self.tensors if id(t) not in data and self.is_marked(t)]
         if steering:
             return self._steered()
-        names = [a.name for a in self.func._schema.arguments]
+        names = [a.name for a in schema_of(self.func).arguments]
         args = [
             0 if names[i] == "value" and not isinstance(a, Tensor) else a
             for i, a in enumerate(self.args)
@@ -933,7 +926,7 @@ class _Call:
                     return value
                 return (
                     self._mask(value)[w].clone()
-                    if self.func._schema.is_mutable
+                    if schema_of(self.func).is_mutable
                     else (self._mask(value)[w])
                 )
 
@@ -1068,7 +1061,7 @@ class _Call:
         if self.name == "dist" or "other" in self.named:  # two inputs
             return self._everything(results)
         value = self.args[0]
-        has_dim = any(a.name in ("dim", "axis") for a in self.func._schema.arguments)
+        has_dim = any(a.name in ("dim", "axis") for a in schema_of(self.func).arguments)
         dims = self._dims(value.dim()) if has_dim else list(range(1, value.dim() + 1))
         if self.name in ("kthvalue", "mode", "median", "nanmedian") and has_dim:
             at = self.named.get("dim", -1)

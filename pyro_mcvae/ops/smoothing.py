@@ -16,6 +16,8 @@ from torch.backends import cuda
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from pyro_mcvae.ops.compat import is_mapped, unwrapped, without_torch_function
+
 # Attention with second derivatives.
 
 # Each backend: whether it is enabled, how to enable it, and whether it has a second derivative.
@@ -47,8 +49,6 @@ def math_attention() -> Iterator[None]:
 
 # Smooth gradients of operations whose exact gradients jump.
 
-_functorch = torch._C._functorch
-
 # The width of a smoothed kink, relative to the spread of its argument. Digits VAE with ReLU, 300
 # steps of SIS-5: the bound is -23.84 +- 0.03 for any value between 0.05 and 0.4, -23.94 for 0.8.
 _RELATIVE_WIDTH = 0.2
@@ -58,7 +58,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INTERNAL_FILES = (
     functional.__file__,
     torch.overrides.__file__,
-    torch._tensor.__file__,
+    Tensor.backward.__code__.co_filename,
 )
 
 _MODULES = os.path.dirname(functional.__file__) + os.sep
@@ -182,8 +182,8 @@ class _Hinges:
 
 
 def _unwrapped(value: Tensor) -> Tensor:
-    while _functorch.is_batchedtensor(value):
-        value = _functorch.get_unwrapped(value)
+    while is_mapped(value):
+        value = unwrapped(value)
     return value
 
 
@@ -237,7 +237,7 @@ class _Smoothing(_Mode):
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         if not _unwrapped(exact).requires_grad:  # requires_grad is unreliable under vmap
             return exact
-        with torch._C.DisableTorchFunction():  # not part of the program
+        with without_torch_function():  # not part of the program
             surrogate = smooth(_Hinges(self._widths[place]))
         return exact if surrogate is None else cast(Tensor, _Switch.apply(exact, surrogate))
 
@@ -273,7 +273,7 @@ class KinkFinder(_Mode):
 
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         hinges = _Hinges()
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             has_kinks = smooth(hinges) is not None
         if has_kinks:
             self._calls.append((place, _unwrapped(exact), list(map(_unwrapped, hinges.arguments))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, cuda, nn
-from torch.utils._pytree import TreeSpec
+
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import TreeSpec
 
 # Shapes of tensors.
 
@@ -171,11 +173,11 @@ def read(*numbers: Tensor) -> list[float]:
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return the sum of the tensors' norms, finite only if they are; None if there are none."""
-    dense = [t._values() if t.is_sparse else t.detach() for t in tensors]
+    dense = [compat.stored_entries(t) if t.is_sparse else t.detach() for t in tensors]
     if not dense:
         return None
     widest = reduce(torch.promote_types, {t.dtype for t in dense}, torch.float32)
-    return torch.stack(torch._foreach_norm(dense, dtype=widest)).sum()
+    return torch.stack(compat.norms(dense, dtype=widest)).sum()
 
 
 def follow(module: nn.Module, like: Tensor) -> None:
@@ -191,7 +193,7 @@ def follow(module: nn.Module, like: Tensor) -> None:
         return t.to(like.device, dtype)
 
     if any(moved(tensor) is not tensor for tensor in (*module.parameters(), *module.buffers())):
-        module._apply(moved)
+        compat.change_tensors(module, moved)
 
 
 # The states of PyTorch's generators, to draw the same numbers again.
@@ -216,11 +218,11 @@ class Generators:
         """Return whether numbers were drawn since."""
         now = Generators()
         before, after = [self._cpu, *self._cuda], [now._cpu, *now._cuda]
-        with torch._C.DisableTorchFunction():  # not part of a recorded step
+        with compat.without_torch_function():  # not part of a recorded step
             return [t.numpy().tobytes() for t in before] != [t.numpy().tobytes() for t in after]
 
 
-# A value with the gradient of another tensor; callbacks after a backward pass.
+# A value with the gradient of another tensor.
 
 
 def with_gradient_of(value: Tensor, surrogate: Tensor) -> Tensor:
@@ -253,8 +255,3 @@ class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, -gradient.to(ctx.dtype)
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass, which raises its errors."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -6,36 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import is_mapped, unwrapped
 from pyro_mcvae.ops.tensors import as_shape
-
-_functorch = torch._C._functorch
 
 
 def beneath(value: Tensor) -> Tensor:
     """Return the tensor whose gradient ``torch.func.grad`` takes, as the dispatcher sees it."""
-    while _functorch.is_gradtrackingtensor(value):
-        value = _functorch.get_unwrapped(value)
+    while compat.is_differentiated(value):
+        value = unwrapped(value)
     return value
 
 
 def is_transformed() -> bool:
     """Return whether a transform of ``torch.func`` runs this code."""
-    return bool(_functorch.maybe_current_level())
-
-
-def is_mapped(value: Tensor) -> bool:
-    """Return whether a tensor is under ``vmap``, so that its value cannot be read."""
-    return bool(_functorch.is_batchedtensor(value))
+    return bool(compat.innermost_level())
 
 
 class _VmapDim(NamedTuple):
     """
     A dim that is mapped by vmap.
 
-    :ivar level: its level in functorch, which increases in the order in which dims are opened.
+    :ivar level: its level, which increases in the order in which dims are opened.
     """
 
     level: int
@@ -75,30 +69,30 @@ class VmapDims:
         :param size: the size of the rightmost dim, to open it at the start, so that all noise has
             it.
         """
-        before, outside = _functorch.maybe_current_level() or 0, self._suspended
+        before, outside = compat.innermost_level() or 0, self._suspended
         self._suspended = []
         try:
             for vmap_dim in sorted(self._dims.values()):
-                if _functorch._vmap_increment_nesting(vmap_dim.size, "different") != vmap_dim.level:
+                if compat.open_level(vmap_dim.size) != vmap_dim.level:
                     raise RuntimeError("vmap dims are opened again inside another vmap")
             if size is not None:
                 self._open(0, size)
             yield
         finally:
             self._suspended = outside
-            while (_functorch.maybe_current_level() or 0) > before:
-                _functorch._vmap_decrement_nesting()
+            while (compat.innermost_level() or 0) > before:
+                compat.close_level()
 
     def suspend(self) -> None:
         """Compute outside vmap until :meth:`resume`, on tensors with ordinary dims."""
         if self._dims:
             first = min(vmap_dim.level for vmap_dim in self._dims.values())
-            while (_functorch.maybe_current_level() or 0) >= first:
-                self._suspended.append(_functorch.pop_dynamic_layer_stack())
+            while (compat.innermost_level() or 0) >= first:
+                self._suspended.append(compat.suspend_level())
 
     def resume(self) -> None:
         while self._suspended:
-            _functorch.push_dynamic_layer_stack(self._suspended.pop())
+            compat.resume_level(self._suspended.pop())
 
     def unbatch(self, value: Tensor, shape: tuple[int, ...], depth: int) -> Tensor:
         """
@@ -116,7 +110,7 @@ class VmapDims:
         for place, size in zip(places, value.shape, strict=False):
             self._open(place, size)
         for place in sorted(places, key=lambda p: self._dims[p].level):
-            value = _functorch._add_batch_dim(value, places.index(place), self._dims[place].level)
+            value = compat.map_dim(value, places.index(place), self._dims[place].level)
             places.remove(place)
         return value
 
@@ -129,10 +123,9 @@ class VmapDims:
         """
         positions: list[int] = []
         shape, place_of = value.shape, {vmap_dim.level: p for p, vmap_dim in self._dims.items()}
-        while _functorch.is_batchedtensor(value) and _functorch.maybe_get_level(value) in place_of:
-            positions.insert(0, place_of[_functorch.maybe_get_level(value)])
-            dim = _functorch.maybe_get_bdim(value)
-            value = _functorch.get_unwrapped(value).movedim(dim, 0)
+        while is_mapped(value) and compat.level_of(value) in place_of:
+            positions.insert(0, place_of[compat.level_of(value)])
+            value = unwrapped(value).movedim(compat.mapped_dim_of(value), 0)
         if not positions:
             return value
         order = sorted(positions, reverse=True)
@@ -143,13 +136,12 @@ class VmapDims:
 
     def has(self, value: Tensor) -> bool:
         """Return whether a tensor has vmap dims."""
-        return bool(_functorch.is_batchedtensor(value))
+        return is_mapped(value)
 
     def _open(self, place: int, size: int) -> None:
         vmap_dim = self._dims.get(place)
         if vmap_dim is None:
-            level = _functorch._vmap_increment_nesting(size, "different")
-            self._dims[place] = _VmapDim(level, size)
+            self._dims[place] = _VmapDim(compat.open_level(size), size)
         elif vmap_dim.size != size:
             raise RuntimeError(
                 f"a leading dim has {vmap_dim.size} entries at one site and {size} at another"

@@ -13,7 +13,6 @@ import torch
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
-from torch.utils.checkpoint import _StopRecomputationError
 
 from pyro_mcvae.checks.faults import check_flows
 from pyro_mcvae.checks.vectorization import (
@@ -26,6 +25,7 @@ from pyro_mcvae.checks.vectorization import (
     not_vectorizable,
     unstable_sharing,
 )
+from pyro_mcvae.ops.compat import StopRecomputation
 from pyro_mcvae.ops.tensors import is_recording
 from pyro_mcvae.programs.contract import (
     check_batch_dims,
@@ -279,7 +279,7 @@ class Runner:
             if not checked and execution.compared is None:
                 self._check_contract(execution, layout, run)
             return run, checked
-        except (SiteError, LeadingDimsError, _RepeatError, _StopRecomputationError):
+        except (SiteError, LeadingDimsError, _RepeatError, StopRecomputation):
             raise
         except Exception as error:
             if layout.nesting is None:

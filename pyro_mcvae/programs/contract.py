@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_mcvae.ops.checks import WarnOnce
+from pyro_mcvae.ops.compat import ENUMERATE_DIM
 from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair, terms_of
@@ -236,13 +237,13 @@ def _check_shapes(terms: Sequence[Term], guide_trace: Trace, depth: float) -> No
         if distinct_dims and not term.in_guide and term.key.name in guide_trace:
             # The guide may draw the site's parents in the model after the site, with slots for each
             # of its slots. The site's slots then come back through these parents.
-            infer = {k: v for k, v in infer.items() if k != "_enumerate_dim"}
+            infer = {k: v for k, v in infer.items() if k != ENUMERATE_DIM}
         check_site_shape({**term.site, "log_prob": term.log_prob, "infer": infer}, depth)
 
 
 def _slots_have_distinct_dims(terms: Sequence[Term]) -> bool:
     """Return whether no two enumerated sites share a batch dim, as in ``pyro.markov``."""
-    dims = {t.key.name: t.site["infer"].get("_enumerate_dim") for t in terms}
+    dims = {t.key.name: t.site["infer"].get(ENUMERATE_DIM) for t in terms}
     used = [dim for dim in dims.values() if dim is not None]
     return len(used) == len(set(used))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import lru_cache, partial
 from typing import Any, ClassVar, cast
@@ -24,6 +24,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import bare, elementwise, known_support, layers, tensors_of
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
@@ -66,7 +68,7 @@ def parts_of(transform: Transform) -> Iterator[Transform]:
 
 def _inner(transform: Transform) -> list[Transform]:
     """Return the transforms that a transform is directly composed of."""
-    if type(transform).__name__ == "_InverseTransform":
+    if type(transform) is compat.InverseTransform:
         return [transform.inv]
     base = getattr(transform, "base_transform", None)
     return list(getattr(transform, "parts", None) or ([] if base is None else [base]))
@@ -107,12 +109,13 @@ def _correlations(fn: Distribution) -> Distribution:
     Beta(k / 2, .). PyTorch draws it from Beta(k - 1/2, .). For example, with three dims and
     concentrations of 1 and 1.5, the mean weight of such draws is 1.13 instead of 1.
     """
-    beta = getattr(fn, "_beta", None)
+    beta = getattr(fn, compat.ROW_LENGTHS, None)
     if beta is None or fn.dim < 3:
         return fn
     row = torch.arange(fn.dim).clamp(min=1).to(beta.concentration0)
     new = copy(fn)
-    new._beta = Beta((row / 2).expand_as(beta.concentration0), beta.concentration0)
+    lengths = Beta((row / 2).expand_as(beta.concentration0), beta.concentration0)
+    setattr(new, compat.ROW_LENGTHS, lengths)
     return new
 
 
@@ -139,7 +142,7 @@ def _angles(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     Pyro's sampler scales one angle's proposals by another coordinate's scale. With concentrations
     of 5 and a correlation of 2 the mean cosine of the first angle is 0.82 instead of 0.88.
     """
-    shape = fn._extended_shape(sample_shape)[:-1]
+    shape = sample_shape + fn.batch_shape
     concentrations = fn.phi_concentration, fn.psi_concentration, fn.correlation
     first, second, correlation = (t.expand(shape) for t in concentrations)
     # The first angle's density on the circle, below one of x -> exp(-sum(bend * x**2)).
@@ -235,25 +238,9 @@ def _support(site: Site) -> Constraint:
     return known_support(bare(site["fn"]))
 
 
-@contextmanager
-def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
+def unvalidated(fns: Iterable[Distribution]) -> AbstractContextManager[None]:
     """Turn off the validation of distributions and of their base distributions."""
-    settings = {
-        part: vars(part).get("_validate_args")
-        for fn in fns
-        for part in _with_parts(fn)
-        # In Independent it is a property that reads the base distribution.
-        if not isinstance(getattr(type(part), "_validate_args", None), property)
-    }
-    for fn in settings:
-        fn._validate_args = False
-    try:
-        yield
-    finally:
-        for fn, before in settings.items():
-            del fn._validate_args
-            if before is not None:
-                fn._validate_args = before
+    return compat.without_validation(part for fn in fns for part in _with_parts(fn))
 
 
 def _with_parts(fn: Distribution) -> Iterator[Distribution]:
@@ -345,8 +332,9 @@ class ZeroOutside(dist.TorchDistribution):
         # A valid value instead: the gradient at a value outside the support may be NaN.
         log_prob = self.base_dist.log_prob(torch.where(beyond, low, value))
         for layer in layers(self.base_dist):
-            if isinstance(layer, MaskedDistribution) and isinstance(layer._mask, Tensor):
-                beyond = beyond & layer._mask.reshape(layer._mask.shape + (1,) * layer.event_dim)
+            mask = mask_of(layer) if isinstance(layer, MaskedDistribution) else None
+            if isinstance(mask, Tensor):
+                beyond = beyond & mask.reshape(mask.shape + (1,) * layer.event_dim)
         for _ in range(self.event_dim):
             beyond = beyond.any(-1)
         return log_prob.masked_fill(beyond, -torch.inf)

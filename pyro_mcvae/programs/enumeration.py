@@ -20,6 +20,8 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions.constraints import Constraint
 
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import ENUMERATE_DIM, dims_of
 from pyro_mcvae.ops.tensors import guard
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.supports import Categories, support_of
@@ -128,7 +130,7 @@ class StateMessenger(ModelEnumeration):
 
 
 # The annotations that enumeration adds to a site.
-_OF_A_RUN = ("enumerate", "_enumerate_dim", "_dim_to_id")
+_OF_A_RUN = ("enumerate", ENUMERATE_DIM, compat.DIM_TO_ID)
 
 
 def _check_kind(msg: Message) -> None:
@@ -154,7 +156,7 @@ def _all_values(name: str, fn: Distribution) -> Tensor:
 
 
 def _check_dim(msg: Message) -> None:
-    dim, batch = msg["infer"]["_enumerate_dim"], msg["fn"].batch_shape
+    dim, batch = msg["infer"][ENUMERATE_DIM], msg["fn"].batch_shape
     if len(batch) >= -dim and batch[dim] != 1:
         raise SiteError(
             f"Enumeration dim conflict at site '{msg['name']}' of the model: it depends on an "
@@ -165,7 +167,7 @@ def _check_dim(msg: Message) -> None:
 
 def is_state(site: Site) -> bool:
     """Return whether a scored site of a model is enumerated, with its values in a batch dim."""
-    return "_enumerate_dim" in site["infer"]
+    return ENUMERATE_DIM in site["infer"]
 
 
 def has_unsummed_states(guide_trace: Trace, model_trace: Trace) -> bool:
@@ -182,7 +184,7 @@ def has_unsummed_states(guide_trace: Trace, model_trace: Trace) -> bool:
 def support_of_state(site: Site) -> Tensor:
     """Return the values of an enumerated site: ``[S, *event]``."""
     value, event_dim = site["value"], site["fn"].event_dim
-    dim = site["infer"]["_enumerate_dim"] - event_dim
+    dim = site["infer"][ENUMERATE_DIM] - event_dim
     for axis in range(value.dim() - event_dim):
         if axis != value.dim() + dim:
             value = value.narrow(axis, 0, 1)
@@ -208,7 +210,7 @@ class StateFactor(NamedTuple):
     @property
     def dims(self) -> str:
         """Return the symbols of the dims of ``log_prob``."""
-        return self.log_prob._pyro_dims  # type: ignore[attr-defined]
+        return dims_of(self.log_prob)
 
 
 class StateSum(NamedTuple):
@@ -243,15 +245,15 @@ def pack(site: Site, program: str, value: Tensor, sums: bool = True) -> Tensor:
         never summed: it has one value for each of their elements.
     :raises ValueError: naming a site with batch dims that lie in no plate.
     """
-    if sums and site["infer"].get("_enumerate_dim") is None:
-        symbols = site["infer"]["_dim_to_symbol"]
+    if sums and site["infer"].get(ENUMERATE_DIM) is None:
+        symbols = site["infer"][compat.DIM_TO_SYMBOL]
         # States lie to the left of the plates. If a program moves them there, nothing is summed.
         states = symbols.keys() - {f.dim for f in site["cond_indep_stack"]}
         first = max(-value.dim(), max(states, default=-value.dim() - 1) + 1)
         unnamed = [d for d in range(first, 0) if value.shape[d] != 1 and d not in symbols]
         value = value.sum(unnamed, keepdim=True) if unnamed else value
     try:
-        return packed.pack(value, site["infer"]["_dim_to_symbol"])
+        return packed.pack(value, site["infer"][compat.DIM_TO_SYMBOL])
     except ValueError as error:
         raise ValueError(
             f"site '{site['name']}' of the {program} has batch shape {tuple(value.shape)}, and "
@@ -375,7 +377,7 @@ def state_factors(model_trace: Trace) -> StateFactors:
     """Return the factors of a model that has run under :class:`StateMessenger`."""
     scored_sites = list(scored(model_trace))
     model_trace.symbolize_dims()
-    states = {s["infer"]["_enumerate_symbol"] for s in scored_sites if is_state(s)}
+    states = {s["infer"][compat.ENUMERATE_SYMBOL] for s in scored_sites if is_state(s)}
     parts = StateFactors([], [], [], states)
     for site in scored_sites:
         masked = inside_sum(site, is_state(site))
@@ -455,7 +457,7 @@ def draw_states(model_trace: Trace) -> dict[str, Tensor]:
         for query in queries:
             require_backward(query.log_prob)
         for total in list(sum_states(factors, states, SampleRing)):
-            total.log_prob._pyro_backward()  # type: ignore[attr-defined]
+            compat.draw_from_sum(total.log_prob)
         return {q.site["name"]: _drawn(q, model_trace) for q in queries}
 
 
@@ -467,12 +469,7 @@ def _drawn(query: StateFactor, trace: Trace) -> Tensor:
 
 def _index(query: StateFactor, trace: Trace) -> Tensor:
     """Return the index of a site's drawn value: ``[leading, *plates]``."""
-    samples = query.log_prob._pyro_backward_result  # type: ignore[attr-defined]
-    symbol = query.site["infer"]["_enumerate_symbol"]
-    # A string or a set; its iteration order is the order of the draws.
-    dims = [] if samples is None else list(samples._pyro_sample_dims)
-    if symbol not in dims:
+    index = compat.drawn_index(query.log_prob, query.site["infer"][compat.ENUMERATE_SYMBOL])
+    if index is None:
         return torch.zeros((), dtype=torch.long, device=query.log_prob.device)  # one value
-    index = samples[dims.index(symbol)]
-    index._pyro_dims = samples._pyro_dims[1:]
     return packed.unpack(index, trace.symbol_to_dim)

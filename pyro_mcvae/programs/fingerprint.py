@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
+from pyro_mcvae.ops.compat import state_of
 from pyro_mcvae.ops.tensors import tensors_in
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.outside_values import is_plain, is_written
@@ -242,9 +243,7 @@ def _describe(part: Any, about: list[object]) -> list[Tensor]:
     tensors: list[Tensor] = []
     is_own = is_written(type(part))
     parameters = _parameters(part)
-    for name, value in sorted(vars(part).items()):
-        if name == "_inv" or name.startswith("_cached"):
-            continue
+    for name, value in sorted(state_of(part).items()):
         # A distribution may compute the tensors of other attributes at their first use.
         is_lazy = isinstance(part, Distribution) and name not in parameters
         if is_own or not (is_lazy and isinstance(value, Tensor)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import signature
 from types import CodeType
@@ -13,16 +13,15 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.block_messenger import BlockMessenger
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
+from pyro_mcvae.ops.compat import HANDLERS, OF_MODULES
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.outside_state import OutsideState
 from pyro_mcvae.programs.outside_values import (
-    OF_MODULES,
     Dependencies,
     attribute,
     is_a,
@@ -164,8 +163,8 @@ class Isolation(BlockMessenger):
 
 def visible_handlers() -> list[object]:
     """Return the active handlers that see the sites of a run: those inside the last isolation."""
-    isolated = [i for i, handler in enumerate(_PYRO_STACK) if isinstance(handler, Isolation)]
-    return _PYRO_STACK[isolated[-1] + 1 :] if isolated else list(_PYRO_STACK)
+    isolated = [i for i, handler in enumerate(HANDLERS) if isinstance(handler, Isolation)]
+    return HANDLERS[isolated[-1] + 1 :] if isolated else list(HANDLERS)
 
 
 @contextmanager
@@ -214,32 +213,13 @@ def _saved_outside(read: Dependencies | None) -> Iterator[None]:
 @contextmanager
 def _saved_store() -> Iterator[None]:
     store = pyro.get_param_store()
-    before: Mapping[str, Tensor] = dict(store._params)
+    before: dict[str, Tensor] = dict(store.named_parameters())
     try:
         yield
     finally:
-        for name, value in before.items():
-            if store._params.get(name) is not value:
-                store._params[name] = value
-                store._param_to_name[value] = name
-
-
-def saved_tables() -> Callable[[], None]:
-    """
-    Return a function that restores which parameters Pyro's parameter store has, without values.
-
-    It restores the dicts of the store instead of deleting names: two names may belong to one
-    parameter, which the store removes with the first name.
-    """
-    store = pyro.get_param_store()
-    names = "_params", "_param_to_name", "_constraints"
-    before = {name: dict(getattr(store, name)) for name in names}
-
-    def restore() -> None:
-        for name, entries in before.items():
-            setattr(store, name, dict(entries))
-
-    return restore
+        now = dict(store.named_parameters())
+        replaced = {name: value for name, value in before.items() if now.get(name) is not value}
+        store.set_state({"params": replaced, "constraints": {}})
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.distributions import (
 from torch.distributions.relaxed_bernoulli import LogitRelaxedBernoulli
 from torch.nn.functional import logsigmoid, pad, softplus
 
+from pyro_mcvae.ops.compat import validate, version_of
 from pyro_mcvae.programs.types import Distribution
 
 # Values with their logarithms.
@@ -72,7 +73,7 @@ def logs_of(value: Any) -> Logs | None:
 
 
 def _changes(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
+    return 0 if value.is_inference() else version_of(value)
 
 
 def leaf_of(value: Tensor) -> Tensor:
@@ -231,8 +232,7 @@ def _or_plain(density: Callable[[Any, Tensor], Tensor | None]) -> Callable[[Any,
         result = density(fn, value)
         if result is None:
             return fn.log_prob(value)
-        if fn._validate_args:
-            fn._validate_sample(value)
+        validate(fn, value)
         return result
 
     return log_prob

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import walk_tb
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pyro.poutine.broadcast_messenger import BroadcastMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame, IndepMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import NonlocalExit
@@ -20,8 +18,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.uncondition_messenger import UnconditionMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from pyro_mcvae.ops.compat import DO_NOT_TRACE, NonReentrant, broadcast_to_plates
 from pyro_mcvae.ops.tensors import Generators, fail_if_recording
 from pyro_mcvae.programs.distributions import moves_support, patched
 from pyro_mcvae.programs.sites import (
@@ -36,52 +34,6 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.source_lines import program_line
 from pyro_mcvae.programs.types import LEADING, Message, SiteError, check_options, note
-
-# Reentrant checkpoints of programs, replaced by non-reentrant ones.
-
-
-class NonReentrant:
-    """
-    A context in which ``checkpoint(..., use_reentrant=True)`` runs with ``use_reentrant=False``.
-
-    The numbers are the same. But a reentrant checkpoint of tensors without gradient (latents that
-    are detached from the guide) has no gradient for its parameters either. It can also not be
-    differentiated twice, or with respect to chosen tensors. Other threads keep theirs.
-    """
-
-    _lock = threading.Lock()
-    _threads: ClassVar[list[int]] = []  # one entry for each context, in any order
-    _before: Any = None
-
-    def __enter__(self) -> None:
-        self._thread, kind = threading.get_ident(), NonReentrant
-        with self._lock:
-            if not self._threads:
-                kind._before = vars(CheckpointFunction).get("apply")
-                setattr(CheckpointFunction, "apply", staticmethod(_non_reentrant))  # noqa: B010
-            self._threads.append(self._thread)
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._threads.remove(self._thread)
-            if self._threads:
-                return
-            if self._before is None:
-                del CheckpointFunction.apply  # restores the method of its base class
-            else:
-                setattr(CheckpointFunction, "apply", self._before)  # noqa: B010
-
-
-def _non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    if threading.get_ident() not in NonReentrant._threads:
-        original = NonReentrant._before
-        if original is not None:
-            return original.__get__(None, CheckpointFunction)(function, preserve_rng_state, *args)
-        return super(CheckpointFunction, CheckpointFunction).apply(
-            function, preserve_rng_state, *args
-        )
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-
 
 # The minibatch of a step, shared by all of its runs.
 
@@ -249,7 +201,7 @@ class ParticlePlate(IndepMessenger):
             return
         frame = CondIndepStackFrame(self.name, self.dim, self.size, self.counter)
         msg["cond_indep_stack"] = (frame, *msg["cond_indep_stack"])
-        BroadcastMessenger._pyro_sample(msg)
+        broadcast_to_plates(msg)
 
 
 @dataclass(frozen=True)
@@ -361,7 +313,7 @@ class Recorder(Messenger):
     def _value_of(self, msg: Message) -> Tensor | None:
         value, sample_fn = self._substitutes.values.get(msg["name"]), self._substitutes.sample_fn
         # An untraced draw counts as noise of the program, like dropout.
-        untraced = msg["infer"].get("_do_not_trace", False)
+        untraced = msg["infer"].get(DO_NOT_TRACE, False)
         if value is not None or sample_fn is None or untraced or not is_random(msg):
             return value
         with without_autocast():
@@ -370,7 +322,7 @@ class Recorder(Messenger):
     def _postprocess_message(self, msg: Message) -> None:
         if site_is_subsample(msg):
             self._substitutes.subsamples.keep(msg, bool(self._drawn))
-        if msg["type"] in self._recorded and not msg["infer"].get("_do_not_trace"):
+        if msg["type"] in self._recorded and not msg["infer"].get(DO_NOT_TRACE):
             self.trace.add_node(msg["name"], **msg)
 
 

@@ -21,17 +21,15 @@ from typing import Any, cast
 import torch
 from pyro.distributions import Distribution
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
 from pyro_mcvae.ops.checks import WarnOnce
-from pyro_mcvae.ops.vmap_dims import is_mapped
+from pyro_mcvae.ops.compat import OF_MODULES, is_mapped, tables_of, version_of, version_restored
 from pyro_mcvae.programs.outside_values import (
     CONTAINERS,
     IMMUTABLE,
     MISSING,
-    OF_MODULES,
     Dependencies,
     Entry,
     GeneratorStates,
@@ -103,7 +101,7 @@ class OutsideState:
             for e in entries
             if e.get not in _OF_CONTAINERS and id(_container(e)) not in held
         ]
-        in_modules = {id(b) for m in modules for b in m._buffers.values()}
+        in_modules = {id(b) for m in modules for b in tables_of(m)["buffers"].values()}
         tensors = {id(e.value): (e.value, e.name) for e in entries if is_a(e.value, Tensor)}
         self._generators = GeneratorStates(read) if generators else None
         optimizers = [o for o in read.objects if is_a(o, Optimizer)]
@@ -192,7 +190,7 @@ class StateOfOneRun:
 def buffers_of(read: Dependencies) -> Dependencies:
     """Return only the buffers of modules."""
     modules: list[object] = [o for o in read.objects if is_a(o, nn.Module)]
-    spaces = {id(vars(m)["_buffers"]) for m in modules}
+    spaces = {id(tables_of(cast("nn.Module", m))["buffers"]) for m in modules}
     entries = [e for e in read.entries if id(_container(e)) in spaces]
     return replace(read, entries=entries, objects=modules, generators={}, torch_generators={})
 
@@ -242,13 +240,13 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor, name: str, is_buffer: bool) -> None:
         self._tensor, self._name, self.is_buffer = tensor, name, is_buffer
-        self._version = _unsafe_preserve_version_counter(tensor)
-        self._before = tensor._version
+        self._version = version_restored(tensor)
+        self._before = version_of(tensor)
         self._copy = tensor.detach().clone() if tensor.numel() <= _MAX_COPIED else None
 
     @property
     def is_written(self) -> bool:
-        return self._tensor._version != self._before
+        return version_of(self._tensor) != self._before
 
     def put_back(self) -> None:
         if not self.is_written and (self._copy is None or not self.is_buffer):

@@ -42,8 +42,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import LoaderIterator
 from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated, is_own
 
 T = TypeVar("T")
@@ -163,7 +164,6 @@ _MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
 _SHORT = 64
 _TOO_MANY = "too many to compare at each step"
 MISSING = object()
-_OF_LOADERS = (_BaseDataLoaderIter,)
 # Classes of libraries whose objects keep state in attributes.
 _WITH_ATTRIBUTES = (SimpleNamespace, Namespace, UserDict, UserList, Queue, Optimizer, LRScheduler)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -175,12 +175,8 @@ _WATCHED = (
     *(FunctionType, MethodType, functools.partial),
     *(type, BuiltinFunctionType, *IMMUTABLE, *_GENERATORS, torch.Generator),
 )
-# Attributes that every module has. They are followed as parameters, buffers and submodules, or have
-# no effect.
-OF_MODULES = frozenset(vars(nn.Module()))
-_OF_A_MODULE = {*OF_MODULES, "_pyro_context", "_pyro_name"}
-_OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
-_OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
+# Attributes of modules that are followed as parameters, buffers and submodules, or have no effect.
+_OF_A_MODULE = compat.OF_PYRO_MODULES - compat.HOOKS - {"training"}
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
 # Functions that may read attributes whose names do not occur in the code.
@@ -327,7 +323,7 @@ class Dependencies:
         needs = value.requires_grad
         self.entries.append(Entry(_requires_grad, value, needs, f"requires_grad of {name}"))
         if self.contents and not needs and not value.is_inference():
-            self.entries.append(Entry(_version, value, value._version, name))
+            self.entries.append(Entry(compat.version_of, value, compat.version_of(value), name))
 
     def _visit(self, value: object, name: str, depth: int) -> None:
         if is_a(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
@@ -395,8 +391,7 @@ class Dependencies:
         elif is_a(value, torch.jit.ScriptModule):
             self._add_unsupported(f"runs a scripted module, {name}: use the module itself")
         elif is_a(value, nn.Module):
-            for kind in ("parameters", "buffers", "modules"):
-                space = getattr(value, f"_{kind}")
+            for kind, space in compat.tables_of(value).items():
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
                 yield from _named(space, "", f" of the {kind} of {name}")
         elif is_a(value, CONTAINERS):
@@ -724,7 +719,7 @@ def _is_written_in(module: ModuleType) -> bool:
 def can_be_split(value: object) -> bool:
     """Return whether :func:`itertools.tee` may take the place of an iterator, unlike of a file."""
     kind = type(value)
-    is_plain_one = kind.__module__ in ("builtins", "itertools") or is_a(value, _OF_LOADERS)
+    is_plain_one = kind.__module__ in ("builtins", "itertools") or is_a(value, LoaderIterator)
     return is_plain_one and is_a(value, Iterator)
 
 
@@ -742,10 +737,6 @@ def _of_processes(value: Any) -> object:
 
 # Getters of a whole container or array; its items have separate entries.
 _SUMMARIES = (len, tuple, frozenset, flat_items, array_content)
-
-
-def _version(value: Any) -> object:
-    return value._version
 
 
 def _itself(value: object) -> object:

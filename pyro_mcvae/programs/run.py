@@ -15,8 +15,8 @@ from pyro.infer import ELBO, SVI
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from pyro_mcvae.ops.compat import tree_flatten
 from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import unvalidated, was_checked

@@ -18,6 +18,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.ops import compat
+from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.ops.tensors import guard, recordings
 from pyro_mcvae.programs.log_values import at_logs, logs_of, with_logs
 from pyro_mcvae.programs.methods import has_methods_of
@@ -103,7 +105,7 @@ def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
             changed["logits"] = changed["logits"].log_softmax(-1)
         if "probs" in changed:
             changed["probs"] = changed["probs"] / changed["probs"].sum(-1, keepdim=True)
-        changed["_param"] = changed["logits" if "logits" in changed else "probs"]
+        changed[compat.CATEGORICAL_PARAMETERS] = changed.get("logits", changed.get("probs"))
     wide = copy.copy(fn)
     vars(wide).update(changed)
     return wide
@@ -121,20 +123,17 @@ def _without_cast_cache() -> Iterator[None]:
 
 # Autocast casts weights at each use. An older PyTorch caches cast weights also without gradients,
 # for example during a search: they would have no gradient in the rest of the step.
-casts_with_gradients = _without_cast_cache if torch.__version__ < "2.13" else nullcontext
+casts_with_gradients = _without_cast_cache if compat.CACHES_CASTS_WITHOUT_GRADIENTS else nullcontext
 
 
 def without_autocast() -> AbstractContextManager[object]:
     """Turn autocast off if it is on, because it would round the products of a density."""
-    return _switched_off() if torch._C._is_any_autocast_enabled() else _NOTHING
+    return _switched_off() if compat.is_autocast_enabled() else _NOTHING
 
 
 def _switched_off() -> ExitStack:
     stack = ExitStack()
-    custom_backend = (
-        torch._C._get_privateuse1_backend_name()
-    )  # of a device that PyTorch does not ship
-    for device in ("cpu", "cuda", "mps", "xpu", custom_backend):
+    for device in compat.devices():
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
@@ -195,7 +194,7 @@ def hides_masks(fn: Distribution) -> bool:
 
 def is_flat(fn: Distribution) -> bool:
     """Return whether a distribution has ``.mask(False)``: only its support is used."""
-    is_masked_out = isinstance(fn, MaskedDistribution) and fn._mask is False
+    is_masked_out = isinstance(fn, MaskedDistribution) and mask_of(fn) is False
     return is_masked_out or (is_wrapper(fn) and is_flat(fn.base_dist))
 
 
@@ -227,7 +226,7 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
 def site_masks(site: Site) -> list[tuple[bool | Tensor, int]]:
     """Return the masks, each with the number of event dims below it; outermost first, not True."""
     wrappers = takewhile(is_wrapper, layers(site["fn"]))
-    inner = [(fn._mask, fn.event_dim) for fn in wrappers if isinstance(fn, MaskedDistribution)]
+    inner = [(mask_of(fn), fn.event_dim) for fn in wrappers if isinstance(fn, MaskedDistribution)]
     masks = [(site["mask"], site["fn"].event_dim), *inner]
     return [(mask, dim) for mask, dim in masks if mask is not None and mask is not True]
 
@@ -259,8 +258,8 @@ def is_scored(site: Site) -> bool:
 def is_record(site: Site) -> bool:
     """Return whether a sample site only records a computed value (``pyro.deterministic``)."""
     fn = site["fn"]
-    masked = site["is_observed"] and isinstance(fn, MaskedDistribution) and fn._mask is False
-    return (masked and is_delta(fn)) or bool(site["infer"].get("_deterministic"))
+    masked = site["is_observed"] and isinstance(fn, MaskedDistribution) and mask_of(fn) is False
+    return (masked and is_delta(fn)) or bool(site["infer"].get(compat.DETERMINISTIC))
 
 
 def is_latent(site: Site) -> bool:
@@ -321,9 +320,9 @@ def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
     logs = [known for d in draws if (known := logs_of(d)) is not None]
     if len(logs) == len(draws):
         with_logs(result, logs[0].changed(change, *logs[1:]))
-    relaxed = [getattr(d, "_unquantize", None) for d in draws]
+    relaxed = [getattr(d, compat.RELAXED, None) for d in draws]
     if all(r is not None for r in relaxed):
-        result._unquantize = change(*relaxed)  # type: ignore[attr-defined]
+        setattr(result, compat.RELAXED, change(*relaxed))
     return result
 
 

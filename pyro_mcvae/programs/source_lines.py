@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -14,7 +15,7 @@ import torch
 _SUBPACKAGE = os.path.dirname(__file__)
 _PACKAGE, *_LIBRARIES, _PYTHON = (
     os.path.dirname(path) + os.sep
-    for path in (_SUBPACKAGE, torch.__file__, pyro.__file__, sysconfig.__file__)
+    for path in (_SUBPACKAGE, *map(inspect.getfile, (torch, pyro, sysconfig)))
 )
 _CORE = (_PACKAGE, *_LIBRARIES)
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})

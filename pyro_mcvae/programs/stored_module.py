@@ -46,7 +46,7 @@ class StoredModule(nn.Module):
 
     def _is_free(self, name: str) -> bool:
         """Return whether the store has no other module's parameters under a name."""
-        store = pyro.get_param_store()._params
+        store = dict(pyro.get_param_store().named_parameters())
         stored = (
             (store.get(param_with_module_name(name, n)), p) for n, p in self.named_parameters()
         )

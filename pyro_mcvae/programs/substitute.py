@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pyro_mcvae.ops.compat import tree_leaves, tree_map_only
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Site
 

@@ -17,6 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import TransformedDistribution
 
+from pyro_mcvae.ops.compat import ENUMERATE_DIM, validate
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.log_values import at_logs
@@ -130,12 +131,12 @@ class SiteForm(NamedTuple):
         return self.key, self.observed, self.draw, plates, inner
 
 
-_MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim")
+_MARKS = ("enumerate", "is_auxiliary", ENUMERATE_DIM)
 
 
 def _num_states(site: Site) -> tuple[int, ...]:
     """Return the number of values of an enumerated site, or nothing for other sites."""
-    dim = site["infer"].get("_enumerate_dim")
+    dim = site["infer"].get(ENUMERATE_DIM)
     return () if dim is None else (site["value"].shape[dim - site["fn"].event_dim],)
 
 
@@ -154,9 +155,8 @@ class Deferred:
         :raises ValueError: naming a site whose density rejects its value.
         """
         fn = sites.bare(site["fn"])  # wrappers do not validate
-        if fn._validate_args:
-            with naming_site(site, program):
-                fn._validate_sample(site["value"])
+        with naming_site(site, program):
+            validate(fn, site["value"])
         return cls(site, program)
 
     @property

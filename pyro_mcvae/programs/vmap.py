@@ -17,6 +17,7 @@ from pyro.distributions.util import is_validation_enabled
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.ops.vmap_dims import VmapDims
 from pyro_mcvae.programs.messengers import Leading, ParticlePlate
 from pyro_mcvae.programs.methods import has_methods_of
@@ -56,7 +57,7 @@ def rebatched(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
         pad = (1,) * (depth - len(fn.batch_shape))
         return base.expand((*lead, *pad, *fn.batch_shape))
     if isinstance(fn, MaskedDistribution):
-        return rebatched(fn.base_dist, dims, depth).mask(_rebatch(fn._mask, dims, depth))
+        return rebatched(fn.base_dist, dims, depth).mask(_rebatch(mask_of(fn), dims, depth))
     if type(fn) is dist.Delta:
         value = dims.rebatch(fn.v, depth + fn.event_dim)
         return dist.Delta(value, _rebatch(fn.log_density, dims, depth), fn.event_dim)

@@ -28,6 +28,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.ops.compat import DO_NOT_TRACE, ENUMERATE_DIM, RELAXED, VALIDATION
 from pyro_mcvae.ops.marks import WORD, Draw, Marks, Step, bits_of, mask_of_bits, union
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
@@ -137,7 +138,7 @@ class _Marker(Messenger):
         if msg["type"] != "sample":
             return
         self.control.setdefault(msg["name"], []).append(self.marks.control)
-        if msg["infer"].get("_do_not_trace"):
+        if msg["infer"].get(DO_NOT_TRACE):
             if is_random(msg):
                 self.untraced.append(plate_frames(msg))
         elif is_latent(msg) and msg["name"] not in self.site_bits:
@@ -175,7 +176,7 @@ class _Marker(Messenger):
                 at = frame.dim - event_dim
                 if drawn.shape[at] == frame.size:
                     parts.append((at, self.code(frame.name, frame.dim, frame.size)))
-        state_dim = msg["infer"].get("_enumerate_dim")
+        state_dim = msg["infer"].get(ENUMERATE_DIM)
         if state_dim is not None and batch >= -state_dim:
             at = state_dim - event_dim
             parts.append((at, self.code(_states(msg["name"]), state_dim, drawn.shape[at])))
@@ -186,7 +187,7 @@ class _Marker(Messenger):
             mask = mask | column.reshape(words, *[1] * (drawn.dim() + at), *column.shape[1:])
         if not is_random(msg) and before is not None:
             mask = mask | before
-        for value in (drawn, getattr(drawn, "_unquantize", None)):
+        for value in (drawn, getattr(drawn, RELAXED, None)):
             if value is not None:
                 marks.write(value, mask.expand(words, *value.shape))
 
@@ -468,16 +469,13 @@ class MarkedRunError(Exception):
     """The programs failed in a marked run; ``__cause__`` is their error."""
 
 
-_VALIDATION = frozenset({"_validate_sample", "check_site_shape"})
-
-
 def _line() -> str | None:
     """Return the line of the program that is running; None for reads that decide nothing."""
     frame: Any = sys._getframe(1)
     while frame is not None and is_core(frame.f_code):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         is_check = name == "__init__" and file.startswith(_DISTRIBUTIONS)
-        if name in _VALIDATION or is_check:
+        if name in VALIDATION or is_check:
             return None  # a check of arguments, which stops a program or has no effect
         frame = frame.f_back
     if frame is not None and in_assertion(frame):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
 from pyro_mcvae.ops.checks import check_flag
-from pyro_mcvae.programs.isolation import saved_tables
+from pyro_mcvae.ops.compat import saved_tables, tables_of, waiting_states
 from pyro_mcvae.programs.stored_module import StoredModule
 
 # The states of all random number generators that a training step may use.
@@ -108,14 +108,15 @@ class PyroOptimPart(Part):
 
     def save(self) -> dict[str, Saved]:
         # A loaded state whose parameter does not exist yet is included.
-        state = {**self._optim._state_waiting_to_be_consumed, **self._optim.get_state()}
+        state = {**waiting_states(self._optim), **self._optim.get_state()}
         return {name: value for name, value in state.items() if name is not None}
 
     def load(self, state: Mapping[str, Saved]) -> None:
         # A state is consumed when an optimizer is created, so current optimizers are removed.
         self._optim.optim_objs.clear()
         self._optim.grad_clip.clear()
-        self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
+        waiting_states(self._optim).clear()
+        self._optim.set_state(copy.deepcopy(dict(state)))
 
 
 def _prefixes(module: nn.Module) -> tuple[str, str]:
@@ -187,7 +188,7 @@ class ParamStorePart(Part):
         }
 
     def load(self, state: Mapping[str, dict[str, Any]]) -> None:
-        for name in list(self._store._params):
+        for name in list(self._store.keys()):
             if name not in state["params"]:
                 del self._store[name]
         self.update(state)
@@ -201,7 +202,7 @@ class ParamStorePart(Part):
 
     def update(self, state: Mapping[str, dict[str, Any]]) -> None:
         """Set the parameters that a state has, and keep all others."""
-        owned, params = self._owned(), self._store._params
+        owned, params = self._owned(), dict(self._store.named_parameters())
         for name, saved in state["params"].items():
             live = params.get(name)
             owner = owned.get(state["owners"].get(name, ""))
@@ -227,7 +228,7 @@ class ParamStorePart(Part):
 
     def undo(self) -> Undo:
         restore_tables = saved_tables()
-        values = [(p, p.detach().clone()) for p in self._store._params.values()]
+        values = [(p, p.detach().clone()) for _, p in self._store.named_parameters()]
 
         def restore() -> None:
             restore_tables()
@@ -435,7 +436,7 @@ class ModulePart(Part):
             state = {_renamed(n, self._plain, self._compiled): v for n, v in (state or {}).items()}
         for path, module in self.module.named_modules():
             prefix = f"{path}." if path else ""
-            buffer_names = [prefix + name for name, b in module._buffers.items() if b is not None]
+            buffer_names = [prefix + name for name, _ in module.named_buffers(recurse=False)]
             if hasattr(module, "forget") and any(name not in state for name in buffer_names):
                 module.forget()  # saved before its first call
         try:
@@ -450,7 +451,8 @@ class ModulePart(Part):
         saved = [
             (live, dict(live), {n: t.detach().clone() for n, t in live.items() if t is not None})
             for module in self.module.modules()
-            for live in cast("Spaces", (module._parameters, module._buffers))
+            for kind, live in tables_of(module).items()
+            if kind != "modules"
         ]
 
         def restore() -> None:

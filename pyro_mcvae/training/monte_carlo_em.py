@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernels import HMC, Kernel, State, Target
@@ -18,6 +17,7 @@ from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.compat import tree_leaves
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode

@@ -11,11 +11,11 @@ import pyro
 import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.compat import tree_leaves, tree_map_only
 from pyro_mcvae.ops.marks import Marks
 from pyro_mcvae.programs.contract import nesting_of
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes, Unconditioned

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
+from pyro_mcvae.ops.compat import mask_of, source_of_view, validate
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import masked, unscaled_log_prob, without_autocast
 from pyro_mcvae.programs.terms import Term
@@ -50,13 +51,12 @@ def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
     base, events, mask = fn, 0, None
     while has_methods_of(base, torch.distributions.Independent):
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
-    if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
-        base, mask = base.base_dist, _unexpanded(base._mask)
+    if type(base) is MaskedDistribution and isinstance(mask_of(base), Tensor):
+        base, mask = base.base_dist, _unexpanded(mask_of(base))
     form = _FORMS.get(type(base))
     if form is None or not value.is_floating_point():
         return None
-    if base._validate_args:
-        base._validate_sample(value)
+    validate(base, value)
     shape = torch.broadcast_shapes(value.shape, base.batch_shape)
     if mask is not None:
         # Missing entries may be NaN, whose gradient a later mask would not remove.
@@ -165,7 +165,7 @@ def _unexpanded(parameter: Tensor) -> Tensor:
     shape = [1 if stride == 0 else size for size, stride in zip(sizes, strides, strict=True)]
     if tuple(shape) == sizes:
         return parameter
-    source = parameter._base
+    source = source_of_view(parameter)
     if (
         source is not None
         # A detached parameter, too, may be a view.

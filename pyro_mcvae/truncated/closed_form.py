@@ -11,6 +11,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_positive
+from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.ops.distributed import num_ranks, sum_over_ranks
 from pyro_mcvae.programs.sites import bare, inner_scale, layers
 from pyro_mcvae.programs.types import Site
@@ -265,7 +266,7 @@ def _weight_of(site: Site) -> tuple[Tensor, Tensor]:
     scale = scale.reshape(scale.shape + (1,) * fn.event_dim)
     # A mask has the batch dims of its level: event dims of the site may be batch dims of a base.
     masks = [(site["mask"], fn.event_dim)]
-    masks += [(m._mask, m.event_dim) for m in layers(fn) if isinstance(m, MaskedDistribution)]
+    masks += [(mask_of(m), m.event_dim) for m in layers(fn) if isinstance(m, MaskedDistribution)]
     exists = torch.ones((), dtype=torch.bool, device=value.device)
     for mask, events in masks:
         if mask is not None:

@@ -264,8 +264,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
 
     def forget(self) -> None:
         """Delete all states. The next call creates new states."""
-        for name in [n for n in self._buffers if n.startswith("states_")]:
-            del self._buffers[name]
+        for name in [n for n, _ in self.named_buffers(recurse=False) if n.startswith("states_")]:
+            delattr(self, name)
         self._synchronized, self._layout_cache, self._record = False, [], DataRecord()
 
     def _layouts(self, programs: Programs, sampler: ParticleSampler) -> Layouts:
@@ -290,12 +290,12 @@ class TruncatedPosterior(FixedOptions, nn.Module):
                 f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
                 f"num_states={space.cardinality}, which is exact inference"
             )
-        if name not in self._buffers:
+        if not hasattr(self, name):
             states = _first_states(space, prior_draws, layout.num_data, self.num_states)
             self.register_buffer(name, states)
             return
         # Loaded before the first call; new states would be on the device of draws.
-        self._buffers[name] = self.get_buffer(name).to(prior_draws.device)
+        setattr(self, name, self.get_buffer(name).to(prior_draws.device))
         shape = tuple(self.get_buffer(name).shape)
         expected = (layout.num_data, self.num_states, space.num_bytes)
         if shape[1:] == expected[1:] and shape != expected:
@@ -314,7 +314,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         for key, value in state_dict.items():
             name = key[len(prefix) :]
             if key.startswith(prefix + "states_") and "." not in name:
-                buffer = self._buffers.get(name)
+                buffer = getattr(self, name, None)
                 if buffer is None or buffer.shape != value.shape:
                     self.register_buffer(name, torch.empty_like(value))
                     self._layout_cache = []

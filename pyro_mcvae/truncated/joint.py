@@ -20,6 +20,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.vectorization import STATES
+from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.particles.runner import Execution, Layout, not_executed
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
@@ -108,7 +109,7 @@ def check_unmasked(site: Site) -> None:
     :raises StatesError: for a masked site, because masked entries could have any value.
     """
     masks = [site["mask"]]
-    masks += [layer._mask for layer in layers(site["fn"]) if isinstance(layer, MaskedDistribution)]
+    masks += [mask_of(m) for m in layers(site["fn"]) if isinstance(m, MaskedDistribution)]
     if any(mask is not None and mask is not True for mask in masks):
         raise StatesError(
             f"site '{site['name']}' is masked, so states that differ only in masked entries would "

@@ -14,6 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.ops.compat import without_plates
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.sites import is_random
@@ -192,14 +193,8 @@ PosteriorOf = Callable[[GuideDraws], StatePosterior]
 @contextmanager
 def hidden_from_handlers() -> Iterator[None]:
     """Hide runs from outer handlers, and outer plates (and their dims) from runs."""
-    # Pyro has no public function to free a dim temporarily.
-    allocator = poutine.runtime._DIM_ALLOCATOR
-    stack, allocator._stack = allocator._stack, []
-    try:
-        with poutine.block():
-            yield
-    finally:
-        allocator._stack = stack
+    with without_plates(), poutine.block():
+        yield
 
 
 def sample_states(posterior_of: PosteriorOf, guide_trace: Trace, nesting: int) -> dict[str, Tensor]:

@@ -134,6 +134,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         run = quick(graph)
         return lambda inputs: list(run(*inputs))
 
+    monkeypatch.setattr(backends, "PUBLIC_ONLY", False)
     monkeypatch.setattr(inductor, "_inductor", replayed)
     monkeypatch.setattr(inductor, "in_one_file", contextlib.nullcontext)
 
@@ -207,6 +208,7 @@ def call(self, args):
 def test_compiled_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many kernels for any length; what a step returned stays as it is in the next one."""
     counts, compile = [], inductor._inductor
+    monkeypatch.setattr(backends, "PUBLIC_ONLY", False)
     for count in (6, 16):
         graph, example = recorded(Chain(count), torch.randn(3, 4))
         kernels: list[int] = []
