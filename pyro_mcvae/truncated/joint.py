@@ -23,7 +23,6 @@ from pyro_mcvae.checks.vectorization import STATES
 from pyro_mcvae.particles.runner import Execution, Layout, not_executed
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
-from pyro_mcvae.programs.distributions import with_impossible_data
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_model, run_pair, with_changes
 from pyro_mcvae.programs.sites import bare, is_latent, is_random, known_support, layers
@@ -121,8 +120,7 @@ def check_unmasked(site: Site) -> None:
 
 def searching(programs: Programs, guide: Program | None) -> Programs:
     """Return programs whose guide draws the discrete latents from the model."""
-    model = with_impossible_data(programs.model)
-    return replace(programs, model=model, guide=SearchMessenger(model, guide))
+    return replace(programs, guide=SearchMessenger(programs.model, guide))
 
 
 def run_guide(
