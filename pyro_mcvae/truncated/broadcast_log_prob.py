@@ -65,17 +65,17 @@ def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
     if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
         base, mask = base.base_dist, base._mask
-    if not events or not value.is_floating_point() or not _is_valid(base, value):
+    if not events or not value.is_floating_point():
         return None
+    log_prob = None
     with without_autocast():
         if type(base) in _NORMAL:
             log_prob = _normal(base, value, events, mask)
         elif type(base) in _BERNOULLI and mask is None and events == 1:
             log_prob = _bernoulli(base, value)
-        else:
-            return None
-    batch = torch.broadcast_shapes(value.shape, base.batch_shape)[:-events]
-    return log_prob if log_prob is None else log_prob.expand(batch)
+    if log_prob is None or not _is_valid(base, value):
+        return None
+    return log_prob.expand(torch.broadcast_shapes(value.shape, base.batch_shape)[:-events])
 
 
 def _is_valid(base: Distribution, value: Tensor) -> bool:

@@ -41,7 +41,14 @@ from pyro_mcvae.programs.types import (
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.structure.finder import without_auxiliary
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, StatesError, site_spec
+from pyro_mcvae.truncated.states import (
+    DataIndex,
+    SiteSpec,
+    StateLayout,
+    StatesError,
+    changed_program,
+    site_spec,
+)
 
 # Find the discrete sites of a model, and the data plate of their states.
 
@@ -356,10 +363,7 @@ class JointRuns:
                 name = msg["name"]
                 spec = self.layouts.layout.sites.get(name)
                 if spec is None:
-                    raise StatesError(
-                        f"site '{name}' was not in the model at its first call: make another "
-                        f"TruncatedPosterior for a program with another structure"
-                    )
+                    raise changed_program(f"the model draws site '{name}'")
                 check_unmasked(msg)
                 if self._data is None:
                     # Make it on the states' device, because a copy from the host would synchronize.
@@ -391,11 +395,7 @@ class JointRuns:
             runs = [self._run_once(draw(i), Layout(None, None)) for i in range(count)]
         structures = [self._sampler.structures.of(self._programs, run) for run in runs]
         if structures[0].blocks != self.layouts.structure.blocks:
-            raise StatesError(
-                f"the program has other plates or sites than at its first call (then "
-                f"{self.layouts.structure.blocks}, now {structures[0].blocks}): make another "
-                f"TruncatedPosterior for a program with another structure"
-            )
+            raise changed_program(f"the data have the plates {structures[0].blocks}")
         sample = WeightedParticles(runs, [s.block_of for s in structures], structures[0])
         if run is not None and not structures[0].coupled:
             # Keep the sample without its run, to free tensors.
@@ -455,10 +455,7 @@ class JointRuns:
         names = self.layouts.layout.sites.keys()
         missing = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if missing:
-            raise StatesError(
-                f"site '{missing[0]}' is not drawn by the model, or observed, but was a latent at "
-                f"the first call: make another TruncatedPosterior for the other program"
-            )
+            raise changed_program(f"the model does not draw site '{missing[0]}', or observes it")
         both = with_searched(guide_trace, model_trace, names)
         terms = [broadcast_term(s) for s in scored(model_trace)]
         # Keep the order of the first call, which numbers the blocks. The dtype promotes to any
@@ -479,10 +476,8 @@ class JointRuns:
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:
-                raise StatesError(
-                    f"the program has plates in {nesting_of(model_trace)} batch dims, "
-                    f"but had {nesting} at its first call: make another TruncatedPosterior for it"
-                )
+                dims = nesting_of(model_trace)
+                raise changed_program(f"the model has plates in {dims} batch dims, not {nesting}")
             for term in terms:
                 depth = nesting + 1 if count is not None else nesting
                 check_site_shape({**term.site, "log_prob": term.log_prob}, depth)
