@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.baselines import Baseline, LearnedBaseline, SiteSignal
 from pyro_mcvae.ops.checks import as_int, check_count, check_flag
+from pyro_mcvae.ops.slots import SlotCount
 from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import (
@@ -319,10 +320,7 @@ def _support(msg: Message, joined: tuple[int, ...]) -> Support | None:
 def single(msg: Message, options: SiteOptions) -> SiteSlots:
     """Return a single draw as slots."""
     with torch.no_grad():
-        return _one(msg, options, msg["fn"].sample())
-
-
-def _one(msg: Message, options: SiteOptions, value: Tensor) -> SiteSlots:
+        value = msg["fn"].sample()
     weight = torch.ones([1] * (1 + len(msg["fn"].batch_shape)), device=value.device)
     choice = Choice(value.unsqueeze(0), weight, weight > 0)
     return SiteSlots(options, support_of(msg["fn"]), choice)
@@ -332,7 +330,7 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
     budget, k, n = options.budget, options.num_categories or 0, options.num_samples or 0
     with torch.no_grad():
         if budget is not None and budget < support.size:
-            choice = support.budget(budget, options.baseline.min_samples)
+            count = SlotCount(budget, budget, options.baseline.min_samples)
         elif budget is not None or k >= support.size:
             if support.size == math.inf:
                 marked = " (infer={'enumerate': ...} requests all)" * bool(
@@ -352,7 +350,8 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
                     f"num_categories={k} are summed, and num_samples=0 "
                     f"leaves the others out: pass num_samples >= 1, or num_categories=math.inf"
                 )
-            choice = support.top_k(int(k), n)
+            count = SlotCount(int(k), n)
+        choice = support.slots(count)
         if not options.baseline.extra_draw:
             return SiteSlots(options, support, choice)
         none = torch.zeros_like(choice.weight[:1])

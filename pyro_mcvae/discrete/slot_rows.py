@@ -1,4 +1,9 @@
-"""Slots in rows: combinations of values as particles, for models without free batch dims."""
+"""
+Slots in rows: combinations of values as particles, each with a whole log weight.
+
+Objectives with a logarithm of weights use them, and programs whose slots cannot be in batch dims
+(:mod:`~pyro_mcvae.discrete.slot_dims`).
+"""
 
 from __future__ import annotations
 
@@ -238,6 +243,8 @@ class SlotDraws(Beginning):
         self.fixed_sites = frozenset(plan.sites)
         self._options, self._warn = options, warn
         self._chosen: dict[tuple[str, int], SiteSlots] = {}
+        # Of each discrete site, by the first row of a run: one entry if all rows run together, and
+        # one entry for each row, without the first batch dim, if they run separately.
         self._slots: dict[str, dict[int, SiteSlots]] = {name: {} for name in plan.sites}
         self._drawn: dict[tuple[str, int], Tensor] = {}
 
@@ -303,16 +310,19 @@ class SlotDraws(Beginning):
         return at if first_row == row else changed_draw(Tensor.clone, self._drawn[name, first_row])
 
     def fixed_coordinate(self, msg: Message, rows: range) -> Tensor | None:
-        """Return the stored value of a discrete site; None for another site."""
+        """
+        Return the stored value of a discrete site; None for another site.
+
+        A further run may have its rows together where the first had them separately, or vice versa.
+        """
         slots = self._slots.get(msg["name"])
         if slots is None:
             return None
-        if rows.start in slots and (len(rows) > 1) == (len(slots) == 1):
-            return slots[rows.start].choice.value
-        if self.count == 1:
-            return slots[0].choice.value
-        one_by_one = [m.choice.value for m in slots.values()]
-        value = one_by_one[0][rows.start] if len(rows) == 1 else torch.stack(one_by_one)
+        values, together = [m.choice.value for m in slots.values()], len(rows) > 1
+        if len(values) == self.count:  # separately
+            value = torch.stack(values) if together else values[rows.start]
+        else:
+            value = values[0] if together else values[0][rows.start]
         return as_shape(value, msg["fn"].shape())
 
     def slots_of(self, name: str) -> dict[int, SiteSlots]:
@@ -431,7 +441,7 @@ class SlotPlanner:
                 try:
                     result, sample = make(draws)
                     if draws is not None and len(sample.runs) > 1:
-                        _check_rows(sample)
+                        _check_same_sites(sample)
                     key = "slot plan of", sample.runs[0].signature
                     new_plan = analysis.cached(key, partial(self._plan, programs, sample))
                     if new_plan.fits(plan) if new_plan else plan is None:
@@ -450,7 +460,7 @@ class SlotPlanner:
             return make_plan(programs, sample, self.options, self.common, self._warn)
 
 
-def _check_rows(sample: WeightedParticles) -> None:
+def _check_same_sites(sample: WeightedParticles) -> None:
     """
     Check that all rows that were run separately have the same discrete sites.
 

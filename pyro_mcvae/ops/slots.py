@@ -72,6 +72,21 @@ class Slots(NamedTuple):
     sampled: Tensor
 
 
+class SlotCount(NamedTuple):
+    """
+    How many values of a distribution are summed, and how many others are drawn.
+
+    Without ``least``, the ``top`` most probable values are summed and ``draws`` others are drawn,
+    so there are ``top + draws`` slots. With ``least``, each batch element divides a budget of
+    ``top == draws`` slots: it sums the number of values that minimizes the variance, and draws the
+    rest, at least ``least``.
+    """
+
+    top: int
+    draws: int
+    least: int | None = None
+
+
 def top_k_slots(log_q: Tensor, num_categories: int, num_samples: int) -> Slots:
     r"""
     Return the slots and weights of the estimator of Liu et al. [1].
@@ -112,7 +127,7 @@ def top_k_slots(log_q: Tensor, num_categories: int, num_samples: int) -> Slots:
             f"{size - num_categories} of {size} categories: pass num_samples >= 1, or "
             f"num_categories >= {size}"
         )
-    return _slots(log_q.detach(), num_categories, num_samples, None, 1)
+    return categorical_slots(log_q, SlotCount(num_categories, num_samples))
 
 
 def budget_slots(log_q: Tensor, budget: int, min_samples: int = 1) -> Slots:
@@ -142,13 +157,13 @@ def budget_slots(log_q: Tensor, budget: int, min_samples: int = 1) -> Slots:
         return top_k_slots(log_q, size, 0)
     if budget < min_samples:
         raise ValueError(f"budget must be at least {min_samples}, got {budget}")
-    return _slots(log_q.detach(), budget, budget, budget, min_samples)
+    return categorical_slots(log_q, SlotCount(budget, budget, min_samples))
 
 
-def _slots(
-    log_q: Tensor, top: int, num_samples: int, budget: int | None, min_samples: int
-) -> Slots:
-    best = log_q.topk(top, dim=-1)
+def categorical_slots(log_q: Tensor, count: SlotCount) -> Slots:
+    """Return slots of numbered categories, fewer than there are: :func:`top_k_slots`."""
+    log_q = log_q.detach()
+    best = log_q.topk(count.top, dim=-1)
     none = torch.zeros_like(log_q, dtype=torch.bool)
 
     def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -159,8 +174,8 @@ def _slots(
         return log_q.masked_fill(every, -math.inf).logsumexp(-1).exp()
 
     prob = best.values.exp()
-    mode = best.indices[..., :1] if top else log_q.argmax(-1, keepdim=True)
-    return fill_slots(best.indices, prob, mode, outside, draw, num_samples, budget, min_samples)
+    mode = best.indices[..., :1] if count.top else log_q.argmax(-1, keepdim=True)
+    return fill_slots(best.indices, prob, mode, outside, draw, count)
 
 
 def fill_slots(
@@ -169,9 +184,7 @@ def fill_slots(
     mode: Tensor,
     outside: Callable[[], Tensor],
     draw: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-    num_samples: int,
-    budget: int | None,
-    min_samples: int,
+    count: SlotCount,
 ) -> Slots:
     """
     Sum the most probable values of a distribution, and draw from all others.
@@ -183,27 +196,25 @@ def fill_slots(
     :param draw: maps the mask of summed values, shape ``[*batch, k]``, and a count to draws from
         the other values, shape ``[*batch, count, *event]``. Also returns the probability of these
         values, shape ``[*batch]``.
-    :param budget: the number of slots, divided optimally for each batch element; None sums all k,
-        and draws ``num_samples``.
     """
     events = (1,) * (best.dim() - prob.dim())
-    size = prob.shape[-1]
-    if budget is None:
-        value, mass = draw(torch.ones_like(prob, dtype=torch.bool), num_samples)
+    size, draws = prob.shape[-1], count.draws
+    if count.least is None:
+        value, mass = draw(torch.ones_like(prob, dtype=torch.bool), draws)
         value = torch.cat([best, value], len(prob.shape) - 1)
-        each = (mass / num_samples if num_samples > 1 else mass).unsqueeze(-1)
-        weight = torch.cat([prob, each.expand(*mass.shape, num_samples)], -1)
+        each = (mass / draws if draws > 1 else mass).unsqueeze(-1)
+        weight = torch.cat([prob, each.expand(*mass.shape, draws)], -1)
         slot = torch.arange(weight.shape[-1], device=prob.device)
         sampled = (slot >= size).expand(weight.shape)
     else:
         # Sum from the small end, because one minus the sum of the best would lose precision.
         rank = torch.arange(size, device=prob.device)
         remaining = outside().unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
-        criterion = (remaining / (budget - rank))[..., : budget - min_samples + 1]
+        criterion = (remaining / (draws - rank))[..., : draws - count.least + 1]
         summed = rank < criterion.argmin(-1, keepdim=True)
-        value, mass = draw(summed, budget)
+        value, mass = draw(summed, draws)
         value = torch.where(summed.reshape(*summed.shape, *events), best, value)
-        num_draws = (budget - summed.sum(-1, keepdim=True)).clamp_min(1)
+        num_draws = (draws - summed.sum(-1, keepdim=True)).clamp_min(1)
         weight, sampled = torch.where(summed, prob, mass.unsqueeze(-1) / num_draws), ~summed
     value = torch.where((weight > 0).reshape(*weight.shape, *events), value, mode)
     batch = prob.dim() - 1
@@ -256,13 +267,7 @@ def product_top_k(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return digits, scores
 
 
-def product_slots(
-    log_p: Tensor,
-    num_categories: int,
-    num_samples: int,
-    budget: int | None = None,
-    min_samples: int = 1,
-) -> Slots:
+def product_slots(log_p: Tensor, count: SlotCount) -> Slots:
     """
     Return slots of the product, as :func:`~pyro_mcvae.ops.slots.top_k_slots` or ``budget_slots``.
 
@@ -272,10 +277,8 @@ def product_slots(
     # One minus the mass of the most probable configurations needs double precision.
     log_p = log_p.detach()
     exact = log_p.double()
-    every = log_p.shape[-1] ** log_p.shape[-2]
-    budget = None if budget is None else min(budget, every)
-    top = min(num_categories, every) if budget is None else budget
-    draws = num_samples if budget is None else budget
+    top = min(count.top, log_p.shape[-1] ** log_p.shape[-2])
+    draws = count.draws if count.least is None else top
     digits, log_q = product_top_k(exact, max(top, 1))
     best, prob = digits[..., :top, :], log_q[..., :top].exp()
 
@@ -287,7 +290,7 @@ def product_slots(
         return (1 - prob.sum(-1)).clamp_min(0)
 
     mode = digits[..., :1, :]
-    slots = fill_slots(best, prob, mode, outside, draw, draws, budget, min_samples)
+    slots = fill_slots(best, prob, mode, outside, draw, SlotCount(top, draws, count.least))
     return slots._replace(weight=slots.weight.to(log_p.dtype))
 
 
@@ -360,9 +363,7 @@ def count_window(law: CountLaw, size: int) -> tuple[Tensor, Tensor]:
     return counts.gather(-1, top.indices), top.values.exp()
 
 
-def count_slots(
-    law: CountLaw, num_categories: int, num_samples: int, budget: int | None, min_samples: int
-) -> Slots:
+def count_slots(law: CountLaw, count: SlotCount) -> Slots:
     r"""
     Return slots for infinitely many categories, as :func:`~pyro_mcvae.ops.slots.top_k_slots`.
 
@@ -370,10 +371,7 @@ def count_slots(
 
     :returns: counts, weights, and the mask of draws; the first dim has slots.
     """
-    size = num_categories if budget is None else budget
-    window, prob = (
-        count_window(law, size) if size else (law.mode.new_empty((*law.mode.shape, 0)),) * 2
-    )
+    window, prob = (t[..., : count.top] for t in count_window(law, max(count.top, 1)))
 
     def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return _draw_outside(law, *_ends(law, window, summed), count)
@@ -382,9 +380,7 @@ def count_slots(
         low, high = _ends(law, window, torch.ones_like(window, dtype=torch.bool))
         return law.cdf(low - 1) + law.tail(high)
 
-    mode = law.mode.unsqueeze(-1)
-    draws = num_samples if budget is None else budget
-    return fill_slots(window, prob, mode, outside, draw, draws, budget, min_samples)
+    return fill_slots(window, prob, law.mode.unsqueeze(-1), outside, draw, count)
 
 
 def _ends(law: CountLaw, window: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:

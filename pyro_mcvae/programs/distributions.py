@@ -1,16 +1,14 @@
-"""Fixes for distributions: patched samplers, moving supports, values outside a support."""
+"""Fixes for distributions: patched samplers, validation, moving supports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from copy import copy
-from functools import lru_cache, partial
-from typing import Any, ClassVar, cast
+from functools import partial
 
 import torch
-from pyro import distributions as dist
 from pyro.distributions import (
     CoalescentTimes,
     MixtureOfDiagNormals,
@@ -19,16 +17,13 @@ from pyro.distributions import (
     SineBivariateVonMises,
     VonMises,
 )
-from pyro.distributions.torch_distribution import MaskedDistribution
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
 from pyro_mcvae.ops import compat
-from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import bare, elementwise, known_support, layers, tensors_of
-from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
+from pyro_mcvae.programs.types import Constraint, Distribution, Site, Transform
 
 # The transforms of a distribution, and their parts.
 
@@ -249,95 +244,6 @@ def _with_parts(fn: Distribution) -> Iterator[Distribution]:
     for part in vars(fn).values():
         if isinstance(part, torch.distributions.Distribution):
             yield from _with_parts(part)
-
-
-# Data that some states of the latents make impossible, such as counts above a drawn total.
-
-# Constraints whose lower bound is a valid value.
-_BOUNDED = (
-    type(constraints.integer_interval(0, 1)),
-    type(constraints.interval(0, 1)),
-    type(constraints.half_open_interval(0, 1)),
-)
-
-
-@lru_cache(maxsize=8)  # one object for one model, because analyses are cached by it
-def with_impossible_data(model: Program) -> Program:
-    """Return the model with density zero, instead of an error, at impossible data."""
-    return cast("Program", _Impossible()(model))
-
-
-class _Impossible(Messenger):
-    def _pyro_sample(self, msg: Message) -> None:
-        if msg["is_observed"]:
-            msg["fn"] = zero_outside(msg["fn"])
-
-
-def zero_outside(fn: Distribution) -> Distribution:
-    """
-    Return a distribution with density zero, instead of an error, beyond the ends of its support.
-
-    Distributions whose ends are not tensors are returned unchanged.
-
-    Example::
-
-        >>> fn = zero_outside(dist.Binomial(torch.tensor([1.0, 3.0]), 0.5))
-        >>> fn.log_prob(torch.tensor(2.0)).exp()
-        tensor([0.0000, 0.3750])
-    """
-    support = known_support(bare(fn))
-    if not isinstance(support, _BOUNDED) or not isinstance(support.upper_bound, Tensor):
-        return fn
-    return ZeroOutside(fn, (support.lower_bound, support.upper_bound))
-
-
-class ZeroOutside(dist.TorchDistribution):
-    """
-    A distribution with density zero beyond the ends of its support.
-
-    Other invalid values, such as NaN or half of a count, still raise an error.
-
-    :param base_dist: the distribution.
-    :param bounds: the ends of the support of its innermost part.
-    """
-
-    arg_constraints: ClassVar[dict[str, Constraint]] = {}
-
-    def __init__(self, base_dist: Distribution, bounds: tuple[Any, Any]) -> None:
-        self.base_dist, self._bounds = base_dist, bounds
-        super().__init__(base_dist.batch_shape, base_dist.event_shape, validate_args=False)
-
-    @property
-    def user_fn(self) -> Distribution:
-        """Return the distribution of the user's program."""
-        return self.base_dist
-
-    @property
-    def support(self) -> Constraint:
-        return self.base_dist.support
-
-    @property
-    def has_rsample(self) -> bool:
-        return bool(self.base_dist.has_rsample)
-
-    def expand(self, batch_shape: Sequence[int], _instance: object = None) -> ZeroOutside:
-        return ZeroOutside(self.base_dist.expand(torch.Size(batch_shape)), self._bounds)
-
-    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        return self.base_dist.sample(torch.Size(sample_shape))
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        low, high = self._bounds
-        beyond = (value < low) | (value > high)
-        # A valid value instead: the gradient at a value outside the support may be NaN.
-        log_prob = self.base_dist.log_prob(torch.where(beyond, low, value))
-        for layer in layers(self.base_dist):
-            mask = mask_of(layer) if isinstance(layer, MaskedDistribution) else None
-            if isinstance(mask, Tensor):
-                beyond = beyond & mask.reshape(mask.shape + (1,) * layer.event_dim)
-        for _ in range(self.event_dim):
-            beyond = beyond.any(-1)
-        return log_prob.masked_fill(beyond, -torch.inf)
 
 
 # Whether a guide's parameters move the ends of a distribution's support.

@@ -450,11 +450,18 @@ def _density_error(site: Site, program: str, error: Exception) -> Exception:
         )
         if all(t.numel() == 1 for t in tensors_of(known_support(site["fn"]))):
             kind = SiteError  # for any dims of the distribution
+    elif outside and program == "model" and isinstance(site["value"], Tensor):
+        remedy = (
+            "If a latent decides where the support ends, as the total of a Binomial does, give its "
+            "impossible values density zero: observe Binomial(torch.maximum(total, obs), ...), and "
+            "add pyro.factor('possible', torch.where(obs > total, -torch.inf, 0.0)) in the same "
+            "plates. Otherwise check the value."
+        )
     else:
         remedy = "Check the value, the distribution's shape and the plates around the site."
     return kind(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
-        f"({_name(site['fn'])}, value of shape {shape}): {error}\n{remedy}"
+        f"({type(site['fn']).__name__}, value of shape {shape}): {error}\n{remedy}"
     )
 
 
@@ -464,11 +471,6 @@ def nonfinite_report(site: Site, program: str, log_prob: Tensor) -> str | None:
     if not nans and not infs:
         return None
     return (
-        f"site '{site['name']}' of the {program} ({_name(site['fn'])}): "
+        f"site '{site['name']}' of the {program} ({type(site['fn']).__name__}): "
         f"{nans} NaN and {infs} infinite of {log_prob.numel()} log_prob entries"
     )
-
-
-def _name(fn: Distribution) -> str:
-    """Return the type name of the user's distribution."""
-    return type(getattr(fn, "user_fn", fn)).__name__

@@ -14,8 +14,9 @@ from torch.nn.functional import logsigmoid
 
 from pyro_mcvae.ops.slots import (
     CountLaw,
+    SlotCount,
     Slots,
-    budget_slots,
+    categorical_slots,
     count_slots,
     one_hot,
     product_slots,
@@ -59,12 +60,8 @@ class Support(ABC):
         return "too many values to list"
 
     @abstractmethod
-    def top_k(self, num_categories: int, num_samples: int) -> Choice:
-        """Return the most probable values and draws from the others; ``num_categories < size``."""
-
-    @abstractmethod
-    def budget(self, budget: int, min_samples: int) -> Choice:
-        """Return ``budget`` slots, divided by Prop. 2 of Liu et al.; ``budget < size``."""
+    def slots(self, count: SlotCount) -> Choice:
+        """Return some of the most probable values, and draws from all others."""
 
     def all_values(self) -> Choice:
         """Return every value of a finite support."""
@@ -164,11 +161,8 @@ class Categories(Support):
             hit = hit.all(-1)
         return hit.to(torch.uint8).argmax(-1)
 
-    def top_k(self, num_categories: int, num_samples: int) -> Choice:
-        return self._choice(top_k_slots(self.log_q, num_categories, num_samples))
-
-    def budget(self, budget: int, min_samples: int) -> Choice:
-        return self._choice(budget_slots(self.log_q, budget, min_samples))
+    def slots(self, count: SlotCount) -> Choice:
+        return self._choice(categorical_slots(self.log_q, count))
 
     def all_values(self) -> Choice:
         weight = self.log_q.movedim(-1, 0).exp()
@@ -307,11 +301,8 @@ class Product(Support):
             f"{each}^{count}, but at most {_MAX_JOINT} are summed"
         )
 
-    def top_k(self, num_categories: int, num_samples: int) -> Choice:
-        return self._choice(product_slots(self.log_p, num_categories, num_samples))
-
-    def budget(self, budget: int, min_samples: int) -> Choice:
-        return self._choice(product_slots(self.log_p, 0, 0, budget, min_samples))
+    def slots(self, count: SlotCount) -> Choice:
+        return self._choice(product_slots(self.log_p, count))
 
     def all_values(self) -> Choice:
         num_values, num_elements = self.log_p.shape[-1], self.log_p.shape[-2]
@@ -359,11 +350,8 @@ class _Countable(Support):
         self.fn = fn
         self.law = law
 
-    def top_k(self, num_categories: int, num_samples: int) -> Choice:
-        return Choice(*count_slots(self.law, num_categories, num_samples, None, 1))
-
-    def budget(self, budget: int, min_samples: int) -> Choice:
-        return Choice(*count_slots(self.law, 0, 0, budget, min_samples))
+    def slots(self, count: SlotCount) -> Choice:
+        return Choice(*count_slots(self.law, count))
 
 
 def unmasked(fn: Distribution) -> Distribution:

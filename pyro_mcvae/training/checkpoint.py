@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pickle
-import re
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import pyro
 import torch
@@ -52,206 +52,245 @@ def set_rng_state(state: RNGState) -> None:
         torch.cuda.set_rng_state(saved, device)
 
 
-def seed_another(state: RNGState, rank: int) -> None:
-    """Seed a rank without a saved state from the first rank's state."""
-    set_rng_state(state)
-    seed = int(torch.randint(2**31, (rank + 1,))[-1])
-    pyro.set_rng_seed(seed)
+# The parts of a training run.
 
-
-# Pyro's state: the parameter store, and one optimizer for each parameter in it.
-
-Undo: TypeAlias = Callable[[], object]
 # The result of an object's ``state_dict``: tensors and plain values in any container.
 Saved: TypeAlias = Any
+Undo: TypeAlias = Callable[[], object]
+# The parameters or the buffers of a module.
+Table: TypeAlias = dict[str, Tensor | None]
 
 
-class Part:
+class Part(NamedTuple):
     """
-    An object with methods for its state: optimizers, schedules, generators, statistics.
+    An object with methods for its state: modules, optimizers, schedules, generators, statistics.
 
-    :ivar str kind: its class, to detect a mismatch.
-    :ivar bool by_rank: whether each rank of a distributed run has a separate state.
+    :ivar kind: its class, to detect a mismatch.
+    :ivar save: returns its state; tensors may be the live ones.
+    :ivar load: sets its state; it may fail halfway.
+    :ivar module: the module, or None for other objects.
+    :ivar by_rank: whether each rank of a distributed run has a separate state.
     """
 
-    by_rank = False
-
-    def __init__(
-        self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
-    ) -> None:
-        self.kind = _kind(value)
-        self.by_rank = isinstance(value, torch.Generator)
-        self._get, self._set = get, set_
-
-    def save(self) -> Saved:
-        """Return the state, as tensors and plain values; tensors may be the live ones."""
-        return self._get()
-
-    def load(self, state: Saved) -> None:
-        """Set the state; may fail halfway."""
-        # Some objects store the argument itself, and change it later.
-        self._set(copy.deepcopy(state))
-
-    def undo(self) -> Undo:
-        """Store the current state, and return a function that restores it."""
-        before = copy.deepcopy(self.save())
-        return lambda: self.load(before)
+    kind: str
+    save: Callable[[], Saved]
+    load: Callable[[Saved], object]
+    module: nn.Module | None = None
+    by_rank: bool = False
 
 
-class PyroOptimPart(Part):
-    """Pyro's optimizers: one PyTorch optimizer per parameter, by its name in the store."""
+def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
+    """
+    Return parts by name; an :class:`~pyro.infer.SVI` has several.
 
-    def __init__(self, optim: PyroOptim) -> None:
-        self._optim = optim
-        constructor = optim.pt_optim_constructor
-        self.kind = f"{type(optim).__name__}({getattr(constructor, '__name__', constructor)})"
-
-    def save(self) -> dict[str, Saved]:
-        # A loaded state whose parameter does not exist yet is included.
-        state = {**waiting_states(self._optim), **self._optim.get_state()}
-        return {name: value for name, value in state.items() if name is not None}
-
-    def load(self, state: Mapping[str, Saved]) -> None:
-        # A state is consumed when an optimizer is created, so current optimizers are removed.
-        self._optim.optim_objs.clear()
-        self._optim.grad_clip.clear()
-        waiting_states(self._optim).clear()
-        self._optim.set_state(copy.deepcopy(dict(state)))
+    :raises ValueError: naming a part that has no state.
+    """
+    if not isinstance(parts, Mapping):
+        raise ValueError(
+            f"parts must be a dict of objects that change in training, by name, such as "
+            f"{{'svi': svi}}, after the path, got {type(parts).__name__}"
+        )
+    # Modules first, because optimizers' states refer to parameters.
+    flat = [(name, _as_part(name, value)) for name, value in _flatten(parts)]
+    return dict(sorted(flat, key=lambda item: item[1].module is None))
 
 
-def _prefixes(module: nn.Module) -> tuple[str, str]:
-    """Return the prefixes of a compiled loss's state in a module, and of the plain loss's."""
-    loss, start = module, ""
-    if isinstance(module, ELBOModule):
-        loss, start = module.elbo, "elbo."
-    return (f"{start}plain." if isinstance(loss, CompiledELBO) else start), start
+def _flatten(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in parts.items():
+        if not isinstance(value, SVI):
+            yield name, value
+            continue
+        yield f"{name}.optim", value.optim
+        yield f"{name}.loss", getattr(value.loss, "__self__", value.loss)
+        # By module, because the model and the guide may be methods of one.
+        modules = {_module_of(getattr(value, n)): n for n in ("guide", "model")}
+        yield from ((f"{name}.{n}", m) for m, n in modules.items() if m is not None)
 
 
-def _renamed(name: str, start: str, new: str) -> str:
-    return new + name[len(start) :] if name.startswith(start) else name
+def _module_of(program: object) -> nn.Module | None:
+    """Return the module that a (possibly wrapped) program is, or is a method of."""
+    while not isinstance(program, nn.Module):
+        inside = ("func", "__wrapped__", "__self__")  # partial, wraps, a bound method
+        inner = next((f for n in inside if (f := getattr(program, n, None)) is not None), None)
+        if inner is None or isinstance(inner, ModuleType):  # a builtin's __self__
+            return None
+        program = inner
+    return program
 
 
-def plain_name(module: nn.Module, name: str) -> str:
-    """Return the name in a state without compilation, which is not part of the state."""
-    return _renamed(f"{name}.", *_prefixes(module)).removesuffix(".")
+def _as_part(name: str, value: object) -> Part:
+    value = _unwrapped(value)
+    kind = type(value).__name__
+    if isinstance(value, ELBOModule):
+        kind = f"ELBOModule({type(value.elbo).__name__})"
+    if isinstance(value, nn.Module):
+        return Part(kind, value.state_dict, functools.partial(_load_module, value), value)
+    if isinstance(value, PyroOptim):
+        constructor = value.pt_optim_constructor
+        kind += f"({getattr(constructor, '__name__', constructor)})"
+        save, load = (functools.partial(f, value) for f in (_optim_state, _load_optim))
+        return Part(kind, save, load)
+    for get, set_ in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        if callable(getattr(value, get, None)) and callable(getattr(value, set_, None)):
+            by_rank = isinstance(value, torch.Generator)
+            return Part(kind, getattr(value, get), getattr(value, set_), by_rank=by_rank)
+    if isinstance(value, ELBO) or name.endswith(".loss"):
+        return Part(kind, lambda: None, lambda _: None)
+    raise ValueError(
+        f"part '{name}' ({kind}) has neither state_dict and load_state_dict nor get_state and "
+        f"set_state: leave it out, or pass a value by keyword, "
+        f"save_checkpoint(path, parts, {name}=...)"
+    )
+
+
+def _unwrapped(value: object) -> object:
+    """Return a part without what its state does not have: other processes, and compilation."""
+    if isinstance(value, DistributedDataParallel):
+        value = value.module
+    if isinstance(value, ELBOModule) and isinstance(value.elbo, CompiledELBO):
+        return ELBOModule(value.model, value.guide, cast("ELBO", value.elbo.plain))
+    return value.plain if isinstance(value, CompiledELBO) else value
+
+
+def _load_module(module: nn.Module, state: Mapping[str, Saved]) -> None:
+    """Overwrite the tensors of a module in place."""
+    for path, inner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        own = inner.named_buffers(recurse=False)
+        buffers = [prefix + name for name, _ in own]
+        if hasattr(inner, "forget") and any(name not in state for name in buffers):
+            inner.forget()  # saved before its first call
+    module.load_state_dict(state)
+
+
+def _optim_state(optim: PyroOptim) -> dict[str, Saved]:
+    # A loaded state whose parameter does not exist yet is included.
+    state = {**waiting_states(optim), **optim.get_state()}
+    return {name: value for name, value in state.items() if name is not None}
+
+
+def _load_optim(optim: PyroOptim, state: Mapping[str, Saved]) -> None:
+    # A state is consumed when an optimizer is created, so current optimizers are removed.
+    optim.optim_objs.clear()
+    optim.grad_clip.clear()
+    waiting_states(optim).clear()
+    optim.set_state(dict(state))
+
+
+def undo_training(modules: Iterable[nn.Module]) -> Undo:
+    """
+    Return a function that restores parameters, buffers and Pyro's parameter store, as they are now.
+
+    The values are put back into the same tensors, so that optimizers still update them.
+    """
+    restore_tables = saved_tables()
+    every = {id(inner): inner for module in modules for inner in module.modules()}.values()
+    kinds = "parameters", "buffers"
+    tables = [cast("Table", tables_of(m)[kind]) for m in every for kind in kinds]
+    before = [(table, dict(table)) for table in tables]
+    tensors = [
+        *(p for _, p in pyro.get_param_store().named_parameters()),
+        *(t for _, b in before for t in b.values()),
+    ]
+    values = [(t, t.detach().clone()) for t in tensors if t is not None]
+
+    @torch.no_grad()
+    def restore() -> None:
+        restore_tables()
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+        for tensor, value in values:
+            tensor.copy_(value)
+
+    return restore
+
+
+# Pyro's parameter store.
 
 
 def stored_modules(modules: Mapping[str, nn.Module]) -> dict[str, StoredModule]:
     """Return the modules that have a name in the parameter store, by their path."""
     return {
-        f"{part}/{plain_name(whole, path)}": module
+        f"{part}/{path}": module
         for part, whole in modules.items()
         for path, module in whole.named_modules()
         if isinstance(module, StoredModule)
     }
 
 
-class ParamStorePart(Part):
+def _rename(stored: Mapping[str, StoredModule], names: Mapping[str, str]) -> None:
+    for path, module in stored.items():
+        module.param_name = names.get(path, module.param_name)
+
+
+def store_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """
-    Pyro's parameter store.
+    Return the parameters in Pyro's parameter store that no module among the parts has.
 
-    Many of its tensors are parameters of modules. Their identity is kept; otherwise a module
-    would use values that no optimizer updates.
+    It has their unconstrained values, their constraints, and the names of those that belong to
+    other modules (``of_modules``). Modules do not read the store: new values there would be
+    trained, but never used. It also has the names of the parameters of the parts (``of_parts``).
     """
+    state, owned = pyro.get_param_store().get_state(), _parameter_ids(modules)
+    params = {name: value for name, value in state["params"].items() if id(value) not in owned}
+    return {
+        "of_parts": [name for name in state["params"] if name not in params],
+        "params": {name: value.detach() for name, value in params.items()},
+        "constraints": {name: state["constraints"][name] for name in params},
+        "of_modules": [name for name, value in params.items() if isinstance(value, nn.Parameter)],
+    }
 
-    kind = "ParamStoreDict"
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._store = pyro.get_param_store()
-        self._modules = modules
+def load_store(state: Mapping[str, Any], modules: Mapping[str, nn.Module], partial: bool) -> None:
+    """
+    Set Pyro's parameter store, and keep the tensors that optimizers and modules have.
 
-    def _owned(self) -> dict[str, Tensor]:
-        return {
-            f"{part}/{plain_name(module, name)}": value
-            for part, module in self._modules.items()
-            for name, value in module.named_parameters(remove_duplicate=False)
-        }
-
-    def save(self) -> dict[str, dict[str, Any]]:
-        """
-        Return the state by names in the store.
-
-        It has the values and the constraints. For parameters of modules among the parts it has the
-        part and the name (``owners``), and it has the parameters of other modules (``of_modules``).
-        Other modules do not read the store: values put there would be trained, but never used.
-        """
-        keys: dict[int, str] = {}
-        for key, value in self._owned().items():
-            keys.setdefault(id(value), key)
-        state = self._store.get_state()
-        other_params = {n: p for n, p in state["params"].items() if id(p) not in keys}
-        return {
-            "owners": {n: keys[id(p)] for n, p in state["params"].items() if id(p) in keys},
-            "of_modules": {n: True for n, p in other_params.items() if isinstance(p, nn.Parameter)},
-            "params": {n: p.detach() for n, p in state["params"].items()},
-            "constraints": state["constraints"],
-        }
-
-    def load(self, state: Mapping[str, dict[str, Any]]) -> None:
-        for name in list(self._store.keys()):
-            if name not in state["params"]:
-                del self._store[name]
-        self.update(state)
-
-    def select(self, state: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the parameters of the modules, and those of functions."""
-        owners, others = state["owners"], state["of_modules"]
-        owned = self._owned()
-        kept = [n for n in state["params"] if owners.get(n) in owned or n not in {*owners, *others}]
-        return {**state, "params": {n: state["params"][n] for n in kept}}
-
-    def update(self, state: Mapping[str, dict[str, Any]]) -> None:
-        """Set the parameters that a state has, and keep all others."""
-        owned, params = self._owned(), dict(self._store.named_parameters())
-        for name, saved in state["params"].items():
-            live = params.get(name)
-            owner = owned.get(state["owners"].get(name, ""))
-            if live is not None and live.shape == saved.shape and live.dtype == saved.dtype:
-                if owner is None:
-                    with torch.no_grad():
-                        live.copy_(saved)
-                    continue
-            elif owner is None and name in state["of_modules"]:
-                raise ValueError(
-                    f"parameter '{name}' of shape {tuple(saved.shape)} belongs to a module that is "
-                    f"not among the parts, and the store has none of this shape: pass the module "
-                    f"to save_checkpoint and load_checkpoint, too, or call the model and the guide "
-                    f"once before loading"
-                )
-            # The module's next call adds its own tensor.
-            if live is not None and live is not owner:
-                del self._store[name]
-            if owner is None:
-                parameter = saved.clone().requires_grad_()
-                constraint = {name: state["constraints"][name]}
-                self._store.set_state({"params": {name: parameter}, "constraints": constraint})
-
-    def undo(self) -> Undo:
-        restore_tables = saved_tables()
-        values = [(p, p.detach().clone()) for _, p in self._store.named_parameters()]
-
-        def restore() -> None:
-            restore_tables()
+    :param partial: keep parameters that the state does not have, and those of other modules.
+    """
+    store, params = pyro.get_param_store(), dict(state["params"])
+    stored = dict(store.named_parameters())
+    if partial:
+        params = {name: value for name, value in params.items() if name not in state["of_modules"]}
+    else:
+        owned = _parameter_ids(modules)
+        for name, value in stored.items():
+            of_part = name in state["of_parts"] and id(value) in owned
+            if not of_part and name not in params:
+                del store[name]
+    for name, saved in params.items():
+        live = stored.get(name)
+        if live is not None and live.shape == saved.shape and live.dtype == saved.dtype:
             with torch.no_grad():
-                for parameter, value in values:
-                    parameter.copy_(value)
+                live.copy_(saved)
+            continue
+        if name in state["of_modules"]:
+            raise ValueError(
+                f"parameter '{name}' of shape {tuple(saved.shape)} belongs to a module that is not "
+                f"among the parts, and the store has none of this shape: pass the module to "
+                f"save_checkpoint and load_checkpoint, too, or call the model and the guide once "
+                f"before loading"
+            )
+        if live is not None:
+            del store[name]
+        constraint = {name: state["constraints"][name]}
+        parameter = saved.clone().requires_grad_()
+        store.set_state({"params": {name: parameter}, "constraints": constraint})
 
-        return restore
+
+def _parameter_ids(modules: Mapping[str, nn.Module]) -> set[int]:
+    return {id(p) for module in modules.values() for p in module.parameters()}
 
 
 # The file of a checkpoint: written atomically, and verified when read.
 
-FORMAT = "pyro_mcvae checkpoint"
-
-
-VERSION = 1
-
+VERSION = "pyro_mcvae checkpoint 1"
 
 # The classes of the parts (``kinds``), their states (``parts``), that of the parameter store
 # (``store``), the names of modules in it (``names``), the state of each rank
 # (``ranks``: its generators and parts), and additional values of the user (``extra``).
 Content: TypeAlias = dict[str, Any]
-_KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
+_KEYS = {"version", "kinds", "parts", "store", "names", "ranks", "extra"}
 
 
 def write_content(path: Path, content: Content) -> None:
@@ -282,56 +321,29 @@ def read_content(path: Path, weights_only: bool) -> Content:
 
     :raises ValueError: for a file that is damaged, or not a checkpoint of this version.
     """
-    _check_bits(path)
-    try:
-        with torch.serialization.safe_globals(_constraints()):
-            content = torch.load(path, map_location="cpu", weights_only=weights_only)
-            if isinstance(content, dict) and content.keys() == _KEYS:
-                packed = io.BytesIO(content["store"]["constraints"].numpy().tobytes())
-                content["store"]["constraints"] = torch.load(
-                    packed, map_location="cpu", weights_only=weights_only
-                )
-    except FileNotFoundError:
-        raise
-    except pickle.UnpicklingError as error:
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is truncated, or not a checkpoint: {error}") from error
-        culprit = re.search(r"(?:GLOBAL|class|type) ([\w.]*\w)", str(error))
-        raise ValueError(
-            f"{path} contains more than tensors and plain values"
-            f"{f' ({culprit[1]})' if culprit else ''}: pass weights_only=False if you trust it"
-        ) from error
-    except Exception as error:
-        raise ValueError(f"{path} is truncated, or not a checkpoint: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
-        kind = type(content).__name__
-        raise ValueError(f"{path} was not written by save_checkpoint: it is a {kind}{keys}")
-    if content["version"] != VERSION:
-        raise ValueError(
-            f"{path} has version {content['version']} of the checkpoint format, and this package "
-            f"reads version {VERSION}"
-        )
-    if content.keys() != _KEYS:
-        raise ValueError(f"{path} is damaged: it has only {sorted(map(str, content))}")
-    return content
-
-
-def _check_bits(path: Path) -> None:
-    """
-    Compare the file with its checksums, which PyTorch writes but does not verify.
-
-    :raises ValueError: naming the record that differs.
-    """
-    if not zipfile.is_zipfile(path):
-        return  # loading raises the error
     try:
         with zipfile.ZipFile(path) as archive:
+            # PyTorch writes checksums, but does not verify them.
             damaged = archive.testzip()
+        content = None if damaged else torch.load(path, "cpu", weights_only=weights_only)
+    except OSError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} contains more than tensors and plain values: pass weights_only=False if you "
+            f"trust it"
+        ) from error
     except Exception as error:  # a flipped bit can change any field of the archive
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if damaged is not None:
-        raise ValueError(f"{path} is damaged: its record '{damaged}' has changed")
+        raise ValueError(f"{path} is damaged, or not a checkpoint: {error}") from error
+    whole = isinstance(content, dict) and content.keys() == _KEYS
+    if content is None or not whole or content["version"] != VERSION:
+        raise ValueError(
+            f"{path} is damaged, or was not written by this version of save_checkpoint"
+        )
+    packed = io.BytesIO(content["store"]["constraints"].numpy().tobytes())
+    with torch.serialization.safe_globals(_constraints()):
+        content["store"]["constraints"] = torch.load(packed, weights_only=weights_only)
+    return content
 
 
 def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
@@ -341,151 +353,7 @@ def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], 
     return [c for c in classes if issubclass(c, torch.distributions.constraints.Constraint)]
 
 
-# The parts of a training run: how each is saved, loaded, and restored after an error.
-
-Spaces: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
-
-
-def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
-    """
-    Return parts by name; an :class:`~pyro.infer.SVI` has several.
-
-    :raises ValueError: naming a part that has no state.
-    """
-    if not isinstance(parts, Mapping):
-        raise ValueError(
-            f"parts must be a dict of objects that change in training, by name, such as "
-            f"{{'svi': svi}}, after the path, got {type(parts).__name__}"
-        )
-    # Modules first: optimizers' states refer to parameters, and the parameter store to modules.
-    flat = [(name, _as_part(name, value)) for name, value in _flatten(parts)]
-    return dict(sorted(flat, key=lambda item: not isinstance(item[1], ModulePart)))
-
-
-def _flatten(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in parts.items():
-        if not isinstance(value, SVI):
-            yield name, value
-            continue
-        yield f"{name}.optim", value.optim
-        loss = getattr(value.loss, "__self__", value.loss)
-        # Compilation is not part of the state.
-        yield f"{name}.loss", loss.plain if isinstance(loss, CompiledELBO) else loss
-        seen = None
-        for program in ("model", "guide"):
-            module = _module_of(getattr(value, program))
-            if module is not None and module is not seen:
-                yield f"{name}.{program}", module
-            seen = module
-
-
-def _module_of(program: object) -> nn.Module | None:
-    """Return the module that a (possibly wrapped) program is, or is a method of."""
-    while not isinstance(program, nn.Module):
-        inside = ("func", "__wrapped__", "__self__")  # partial, wraps, a bound method
-        inner = next((f for n in inside if (f := getattr(program, n, None)) is not None), None)
-        if inner is None or isinstance(inner, ModuleType):  # a builtin's __self__
-            return None
-        program = inner
-    return program
-
-
-def _as_part(name: str, value: object) -> Part:
-    if isinstance(value, nn.Module):
-        return ModulePart(value)
-    if isinstance(value, PyroOptim):
-        return PyroOptimPart(value)
-    for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
-        if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
-            return Part(value, getattr(value, save), getattr(value, load))
-    if isinstance(value, ELBO) or name.endswith(".loss"):
-        return Part(value, lambda: None, lambda _: None)  # without separate parts
-    raise ValueError(
-        f"part '{name}' ({type(value).__name__}) has neither state_dict and load_state_dict nor "
-        f"get_state and set_state: leave it out, or pass a value by keyword, "
-        f"save_checkpoint(path, parts, {name}=...)"
-    )
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, ELBOModule):
-        return f"ELBOModule({_kind(value.elbo)})"
-    if isinstance(value, CompiledELBO):
-        return _kind(value.plain)
-    return type(value).__name__
-
-
-class ModulePart(Part):
-    """A module, whose tensors are overwritten in place."""
-
-    def __init__(self, module: nn.Module) -> None:
-        # The wrapper depends on the number of processes, and is not part of the state.
-        wrapped = isinstance(module, DistributedDataParallel)
-        self.module = cast("nn.Module", module.module if wrapped else module)
-        super().__init__(self.module, self.module.state_dict, self.module.load_state_dict)
-        self._compiled, self._plain = _prefixes(self.module)
-
-    def save(self) -> Saved:
-        state = super().save()
-        if self._compiled != self._plain:
-            state = {plain_name(self.module, n): value for n, value in state.items()}
-        return state
-
-    def load(self, state: Mapping[str, Saved]) -> None:
-        if self._compiled != self._plain:
-            state = {_renamed(n, self._plain, self._compiled): v for n, v in (state or {}).items()}
-        for path, module in self.module.named_modules():
-            prefix = f"{path}." if path else ""
-            buffer_names = [prefix + name for name, _ in module.named_buffers(recurse=False)]
-            if hasattr(module, "forget") and any(name not in state for name in buffer_names):
-                module.forget()  # saved before its first call
-        try:
-            self._set(state)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{error} (a module that creates its parameters in its first call, such as an "
-                f"AutoGuide, must be called once before)"
-            ) from error
-
-    def undo(self) -> Undo:
-        saved = [
-            (live, dict(live), {n: t.detach().clone() for n, t in live.items() if t is not None})
-            for module in self.module.modules()
-            for kind, live in tables_of(module).items()
-            if kind != "modules"
-        ]
-
-        def restore() -> None:
-            with torch.no_grad():
-                for live, before, values in saved:
-                    live.clear()
-                    live.update(before)
-                    for name, value in values.items():
-                        live[name].copy_(value)
-
-        return restore
-
-
-def undo_training(modules: Sequence[nn.Module]) -> Undo:
-    """
-    Return a function that restores parameters, buffers and Pyro's parameter store, as they are now.
-
-    The values are put back into the same tensors, so that optimizers still update them.
-    """
-    inner = {id(part) for module in modules for part in list(module.modules())[1:]}
-    undos = [ModulePart(m).undo() for m in modules if id(m) not in inner]
-    undos.append(ParamStorePart({}).undo())
-
-    def restore() -> None:
-        for undo in undos:
-            undo()
-
-    return restore
-
-
 # Checkpoints: the whole state of a training run in one file.
-
-_STORE = "pyro's parameter store"
 
 
 def save_checkpoint(
@@ -546,15 +414,14 @@ def save_checkpoint(
     """
     live = as_parts(parts)
     modules = _modules(live)
-    rank_states = {name: part.save() for name, part in live.items() if part.by_rank}
+    by_rank = {name: part.save() for name, part in live.items() if part.by_rank}
     content: Content = {
-        "format": FORMAT,
         "version": VERSION,
         "kinds": {name: part.kind for name, part in live.items()},
         "parts": {name: part.save() for name, part in live.items()},
-        "store": ParamStorePart(modules).save(),
+        "store": store_state(modules),
         "names": {path: m.param_name for path, m in stored_modules(modules).items()},
-        "ranks": ranks.gather({"rng": rng_state(), "parts": rank_states}),
+        "ranks": ranks.gather({"rng": rng_state(), "parts": by_rank}),
         "extra": extra,
     }
     ranks.first_alone(lambda: write_content(Path(path), content))
@@ -605,52 +472,58 @@ def load_checkpoint(
     """
     check_flag("partial", partial)
     content = read_content(Path(path), weights_only)
-    named = as_parts(parts)
-    _check_names(content, named, partial)
-    modules = _modules(named)
-    store = ParamStorePart(modules)
-    live: dict[str, Part] = {**named, _STORE: store}
-    states = {**content["parts"], _STORE: content["store"]}
-    stored = stored_modules(modules)
-    names = {path: module.param_name for path, module in stored.items()}
-    rank_state = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else None
-    rng = rng_state()
-    undo = [part.undo() for part in live.values()]
-    name = ""
+    live = as_parts(parts)
+    _check_kinds(content["kinds"], {name: part.kind for name, part in live.items()}, partial)
+    modules, rank, num_saved = _modules(live), ranks.rank(), len(content["ranks"])
+    of_rank = content["ranks"][rank if rank < num_saved else 0]
+    states = {**content["parts"], **of_rank["parts"]}
+    undo, name = _undo(live, modules), ""
     try:
-        _rename(stored, content["names"])
+        _rename(stored_modules(modules), content["names"])
         for name, part in live.items():
-            if partial and part is store:
-                store.update(store.select(states[name]))
-                continue
-            part.load(rank_state["parts"].get(name, states[name]) if rank_state else states[name])
+            part.load(states[name])
+        name = "pyro's parameter store"
+        load_store(content["store"], modules, partial)
         name = "the random number generators"
-        if partial:
-            pass
-        elif rank_state:
-            set_rng_state(rank_state["rng"])
-        else:
-            seed_another(content["ranks"][0]["rng"], ranks.rank())
+        if not partial:
+            set_rng_state(of_rank["rng"])
+            if rank >= num_saved:  # not the numbers of the first rank
+                pyro.set_rng_seed(int(torch.randint(2**31, (rank + 1,))[-1]))
     except Exception as error:
-        _rename(stored, names)
-        for restore in undo:
-            restore()
-        set_rng_state(rng)
-        raise ValueError(f"'{name}' of {path} does not fit: {error}") from error
+        undo()
+        raise ValueError(
+            f"'{name}' of {path} does not fit: {error}. A module that makes its parameters in its "
+            f"first call, such as an AutoGuide, must be called once before"
+        ) from error
     return dict(content["extra"])
 
 
 def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
-    return {name: part.module for name, part in parts.items() if isinstance(part, ModulePart)}
+    return {name: part.module for name, part in parts.items() if part.module is not None}
 
 
-def _rename(stored: Mapping[str, StoredModule], names: Mapping[str, str]) -> None:
-    for path, module in stored.items():
-        module.param_name = names.get(path, module.param_name)
+def _undo(parts: Mapping[str, Part], modules: Mapping[str, nn.Module]) -> Undo:
+    """Return a function that restores all that a checkpoint changes, as it is now."""
+    stored, rng, restore_modules = (
+        stored_modules(modules),
+        rng_state(),
+        undo_training(modules.values()),
+    )
+    names = {path: module.param_name for path, module in stored.items()}
+    others = [part for part in parts.values() if part.module is None]
+    states = [copy.deepcopy(part.save()) for part in others]
+
+    def restore() -> None:
+        _rename(stored, names)
+        restore_modules()
+        for part, state in zip(others, states, strict=True):
+            part.load(state)
+        set_rng_state(rng)
+
+    return restore
 
 
-def _check_names(content: Content, parts: Mapping[str, Part], partial: bool) -> None:
-    saved, live = content["kinds"], {name: part.kind for name, part in parts.items()}
+def _check_kinds(saved: Mapping[str, str], live: Mapping[str, str], partial: bool) -> None:
     if not (saved.keys() >= live.keys() if partial else saved.keys() == live.keys()):
         raise ValueError(
             f"the checkpoint has the parts {sorted(saved)}, but those to load are {sorted(live)}: "

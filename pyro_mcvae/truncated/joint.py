@@ -24,7 +24,6 @@ from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.particles.runner import Execution, Layout, not_executed
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
-from pyro_mcvae.programs.distributions import with_impossible_data
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_model, run_pair, with_changes
 from pyro_mcvae.programs.sites import bare, is_latent, is_random, known_support, layers
@@ -43,7 +42,14 @@ from pyro_mcvae.programs.types import (
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.structure.finder import without_auxiliary
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.states import DataIndex, SiteSpec, StateLayout, StatesError, site_spec
+from pyro_mcvae.truncated.states import (
+    DataIndex,
+    SiteSpec,
+    StateLayout,
+    StatesError,
+    changed_program,
+    site_spec,
+)
 
 # Find the discrete sites of a model, and the data plate of their states.
 
@@ -122,8 +128,7 @@ def check_unmasked(site: Site) -> None:
 
 def searching(programs: Programs, guide: Program | None) -> Programs:
     """Return programs whose guide draws the discrete latents from the model."""
-    model = with_impossible_data(programs.model)
-    return replace(programs, model=model, guide=SearchMessenger(model, guide))
+    return replace(programs, guide=SearchMessenger(programs.model, guide))
 
 
 def run_guide(
@@ -359,10 +364,7 @@ class JointRuns:
                 name = msg["name"]
                 spec = self.layouts.layout.sites.get(name)
                 if spec is None:
-                    raise StatesError(
-                        f"site '{name}' was not in the model at its first call: make another "
-                        f"TruncatedPosterior for a program with another structure"
-                    )
+                    raise changed_program(f"the model draws site '{name}'")
                 check_unmasked(msg)
                 if self._data is None:
                     # Make it on the states' device, because a copy from the host would synchronize.
@@ -394,11 +396,7 @@ class JointRuns:
             runs = [self._run_once(draw(i), Layout(None, None)) for i in range(count)]
         structures = [self._sampler.structures.of(self._programs, run) for run in runs]
         if structures[0].blocks != self.layouts.structure.blocks:
-            raise StatesError(
-                f"the program has other plates or sites than at its first call (then "
-                f"{self.layouts.structure.blocks}, now {structures[0].blocks}): make another "
-                f"TruncatedPosterior for a program with another structure"
-            )
+            raise changed_program(f"the data have the plates {structures[0].blocks}")
         sample = WeightedParticles(runs, [s.block_of for s in structures], structures[0])
         if run is not None and not structures[0].coupled:
             # Keep the sample without its run, to free tensors.
@@ -458,10 +456,7 @@ class JointRuns:
         names = self.layouts.layout.sites.keys()
         missing = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if missing:
-            raise StatesError(
-                f"site '{missing[0]}' is not drawn by the model, or observed, but was a latent at "
-                f"the first call: make another TruncatedPosterior for the other program"
-            )
+            raise changed_program(f"the model does not draw site '{missing[0]}', or observes it")
         both = with_searched(guide_trace, model_trace, names)
         terms = [broadcast_term(s) for s in scored(model_trace)]
         # Keep the order of the first call, which numbers the blocks. The dtype promotes to any
@@ -482,10 +477,8 @@ class JointRuns:
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:
-                raise StatesError(
-                    f"the program has plates in {nesting_of(model_trace)} batch dims, "
-                    f"but had {nesting} at its first call: make another TruncatedPosterior for it"
-                )
+                dims = nesting_of(model_trace)
+                raise changed_program(f"the model has plates in {dims} batch dims, not {nesting}")
             for term in terms:
                 depth = nesting + 1 if count is not None else nesting
                 check_site_shape({**term.site, "log_prob": term.log_prob}, depth)

@@ -272,6 +272,14 @@ class StatesError(SiteError):
     """The program does not fit the states stored for its data."""
 
 
+def changed_program(fact: str) -> StatesError:
+    """Return the error for a program with other sites or plates than at its first call."""
+    return StatesError(
+        f"{fact}, unlike at the first call: make another TruncatedPosterior for a program with "
+        f"another structure"
+    )
+
+
 def other_number_of_data(plate: str, now: int, stored: int) -> StatesError:
     """Return the error for a plate whose number of data is not that of the stored states."""
     return StatesError(
@@ -478,10 +486,7 @@ class StateLayout:
         index, sizes = None, []
         for key, full in zip(self.plates, self.full_sizes, strict=True):
             if (frame := frames.get(key)) is None:
-                raise StatesError(
-                    f"site '{msg['name']}' has left plate '{key.name}', for which its states are "
-                    f"stored: make another TruncatedPosterior for a program with another structure"
-                )
+                raise changed_program(f"site '{msg['name']}' is outside plate '{key.name}'")
             now = frame.full_size or frame.size
             if now != full:
                 raise other_number_of_data(key.name, now, full)

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
-from pyro_mcvae.ops.slots import count_slots, count_window
+from pyro_mcvae.ops.slots import SlotCount, count_slots, count_window
 from pyro_mcvae.programs.supports import count_law
 
 LAWS = {
@@ -47,11 +47,11 @@ def test_the_window_holds_the_most_probable_counts(pair, size):
     torch.testing.assert_close(torch.as_tensor(exact.pmf(counts)), best)
 
 
-@pytest.mark.parametrize("options", [(2, 1, None), (0, 0, 3)])
+@pytest.mark.parametrize("options", [(2, 1), (0, 3), (3, 3, 1)])
 def test_the_mean_of_the_estimate_is_the_expectation(pair, options):
     fn, exact = pair
     many = type(fn)(**{k: v.expand(1_500) for k, v in parameters(fn).items()})
-    value, weight, sampled = count_slots(count_law(many), *options, 1)
+    value, weight, sampled = count_slots(count_law(many), SlotCount(*options))
     torch.testing.assert_close(weight.sum(0), torch.ones(1_500), rtol=1e-9, atol=0)
     summed = value[:, 0][~sampled[:, 0]]
     assert not torch.isin(value[sampled & (weight > 0)], summed).any()
@@ -65,7 +65,7 @@ def test_the_mean_of_the_estimate_is_the_expectation(pair, options):
 def test_draws_from_the_complement_follow_the_law(pair):
     fn, exact = pair
     many = type(fn)(**{k: v.expand(2_000) for k, v in parameters(fn).items()})
-    value, _, _ = count_slots(count_law(many), 2, 1, None, 1)
+    value, _, _ = count_slots(count_law(many), SlotCount(2, 1))
     window, draws = value[:2, 0], value[2]
     counts = torch.arange(3000.0)
     pmf = torch.as_tensor(exact.pmf(counts)).index_fill(0, window.long(), 0.0)
@@ -77,7 +77,7 @@ def test_draws_from_the_complement_follow_the_law(pair):
 
 def test_single_precision():
     law = count_law(dist.Poisson(torch.tensor([0.01, 3.0, 500.0], dtype=torch.float32)))
-    value, weight, _ = count_slots(law, 2, 2, None, 1)
+    value, weight, _ = count_slots(law, SlotCount(2, 2))
     assert value.dtype == weight.dtype == torch.float32
     assert value.isfinite().all()
     assert math.isclose(float(weight.sum(0)[1]), 1.0, rel_tol=1e-5)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_mcvae.ops.slots import product_slots, product_top_k, top_k_slots
+from pyro_mcvae.ops.slots import SlotCount, product_slots, product_top_k, top_k_slots
 
 VARIABLES, VALUES = 4, 3
 
@@ -39,10 +39,10 @@ def test_the_beam_finds_the_most_probable(count):
         torch.testing.assert_close(joint.gather(-1, number(digits)), log_q)
 
 
-@pytest.mark.parametrize("options", [(0, 1), (1, 2), (5, 3), (0, 0, 4)])
+@pytest.mark.parametrize("options", [(0, 1), (1, 2), (5, 3), (4, 4, 1)])
 def test_draws_follow_the_law_of_the_complement(options):
     log_p = log_p_of(3, 1)
-    slots = product_slots(log_p.expand(20_000, -1, -1), *options)
+    slots = product_slots(log_p.expand(20_000, -1, -1), SlotCount(*options))
     joint = listed(log_p)[0].exp()
     torch.testing.assert_close(slots.weight.sum(0), torch.ones(20_000))
     index = number(slots.index)
@@ -60,34 +60,37 @@ def test_the_mean_is_that_of_the_listed_product():
     f = torch.randn(81, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     joint = listed(log_p)[0]
     many = log_p.expand(4_000, -1, -1)
-    for slots in (product_slots(many, 2, 2), product_slots(many, 0, 0, 3)):
+    for slots in (product_slots(many, SlotCount(2, 2)), product_slots(many, SlotCount(3, 3, 1))):
         result = (slots.weight * f[number(slots.index)]).sum(0)
         error = result.std() / len(result) ** 0.5
         assert abs(result.mean() - (joint.exp() * f).sum()) < 5 * error
     same = top_k_slots(joint.expand(4_000, -1), 2, 2).weight
-    torch.testing.assert_close(same[:, 0], product_slots(many, 2, 2).weight[:, 0])
+    torch.testing.assert_close(same[:, 0], product_slots(many, SlotCount(2, 2)).weight[:, 0])
 
 
 def test_impossible_values_and_certain_variables():
     log_p = torch.tensor([[0.0, -math.inf], [0.5, 0.5]]).where(
         torch.tensor([[True, True], [False, False]]), torch.tensor(0.5).log()
     )
-    slots = product_slots(log_p.expand(50, -1, -1), 1, 2)
+    slots = product_slots(log_p.expand(50, -1, -1), SlotCount(1, 2))
     assert (slots.index[..., 0] == 0).all()
     torch.testing.assert_close(slots.weight.sum(0), torch.ones(50))
-    slots = product_slots(log_p.expand(50, -1, -1), 3, 1)  # more than are possible
+    slots = product_slots(log_p.expand(50, -1, -1), SlotCount(3, 1))  # more than are possible
     assert (slots.index[..., 0] == 0).all()
     torch.testing.assert_close(slots.weight.sum(0), torch.ones(50))
 
 
 def test_more_slots_than_configurations():
     log_p = log_p_of(0)
-    for slots in (product_slots(log_p, 100, 1), product_slots(log_p, 0, 0, 100)):
+    for slots in (
+        product_slots(log_p, SlotCount(100, 1)),
+        product_slots(log_p, SlotCount(100, 100, 1)),
+    ):
         torch.testing.assert_close(slots.weight.sum(0), torch.ones(2))
 
 
 def test_thousands_of_variables():
     log_p = torch.randn(3, 1000, 2).log_softmax(-1)
-    slots = product_slots(log_p, 4, 2)
+    slots = product_slots(log_p, SlotCount(4, 2))
     assert slots.index.shape == (6, 3, 1000)
     assert slots.weight.isfinite().all()

@@ -187,22 +187,19 @@ def test_truncated_and_foreign_files_leave_the_run_alone(name, interface, tmp_pa
     whole = path.read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 30):
         path.write_bytes(whole[:size])
-        refuses(path, run, "run.pt is truncated, or not a checkpoint")
+        refuses(path, run, "run.pt is damaged, or not a checkpoint")
     path.write_text("step,loss\n1,2.0\n")
-    refuses(path, run, "is truncated, or not a checkpoint")
-    torch.save({"weight": torch.zeros(3)}, path)
-    refuses(path, run, r"was not written by save_checkpoint: it is a dict of \['weight'\]")
-    torch.save([1, 2], path)
-    refuses(path, run, "was not written by save_checkpoint: it is a list")
-    torch.save({"format": "pyro_mcvae checkpoint", "version": 9}, path)
-    refuses(path, run, "has version 9 of the checkpoint format")
+    refuses(path, run, "is damaged, or not a checkpoint")
+    for other in ({"weight": torch.zeros(3)}, [1, 2], {"version": "pyro_mcvae checkpoint 9"}):
+        torch.save(other, path)
+        refuses(path, run, "was not written by this version of save_checkpoint")
     refuses(tmp_path / "none.pt", run, "none.pt", FileNotFoundError)
 
 
 def test_files_that_could_run_code_are_refused(tmp_path):
     run, path = Run("sgvb", "module"), tmp_path / "run.pt"
     save_checkpoint(path, run.parts, what=pytest.approx(1.0))
-    refuses(path, run, r"plain values \(_pytest.approx.Approx\w+\): pass weights_only=False")
+    refuses(path, run, "more than tensors and plain values: pass weights_only=False")
     assert "what" in load_checkpoint(path, run.parts, weights_only=False)
 
 
@@ -257,7 +254,7 @@ def test_autoguides_that_were_never_called_say_so(tmp_path):
     save_checkpoint(path, run.parts)
     new = TraceIWAE_ELBO(3)(run.model, AutoNormal(run.model))
     save_checkpoint(path, {"elbo": TraceIWAE_ELBO(3)(run.model, run.guide)})
-    with pytest.raises(ValueError, match=r"AutoGuide, must be called once before"):
+    with pytest.raises(ValueError, match="AutoGuide, must be called once before"):
         load_checkpoint(path, {"elbo": new})
 
 
@@ -314,7 +311,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
             assert_same(saved.state_dict(), live.state_dict())
     assert refused > 40
     path.write_bytes(whole[:first] + b"1" + whole[first + 1 :])
-    with pytest.raises(ValueError, match=r"run.pt is damaged: its record '.*' has changed"):
+    with pytest.raises(ValueError, match=r"run.pt is damaged, or was not written"):
         load_checkpoint(path, {"net": saved})
 
 
@@ -340,7 +337,7 @@ def test_a_part_of_the_format_that_is_missing_is_refused_first(tmp_path):
     torch.save(content, path)
     other = nn.Linear(2, 2)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match="is damaged: it has"):
+    with pytest.raises(ValueError, match="is damaged, or was not written"):
         load_checkpoint(path, {"net": other})
     assert_same(before, other.state_dict())
 

@@ -20,16 +20,17 @@ def _parameter(*shape):
 def _normals():
     loc, rows, one = _parameter(5, 4, 3), _parameter(3), _parameter()
     yield "one scale", [loc, one], lambda: dist.Normal(loc, one.exp()).to_event(1)
-    yield "a scale of each entry", [loc, rows], lambda: dist.Normal(loc, rows.exp()).to_event(1)
-    yield "all scales", [loc], lambda: dist.Normal(loc, loc.exp()).to_event(1)
-    yield "a batch", [loc, one], lambda: dist.Normal(loc, one.exp())
-    yield "two event dims", [loc, rows], lambda: dist.Normal(loc, rows.exp()).to_event(2)
+    yield "two event dims", [loc, one], lambda: dist.Normal(loc, one.exp()).to_event(2)
     yield "twice declared", [loc], lambda: dist.Normal(loc, 2.0).to_event(1).to_event(1)
     yield "expanded", [rows], lambda: dist.Normal(rows, 1.0).to_event(1).expand([5, 4])
-    yield "scalar and expanded", [one], lambda: dist.Normal(one, one.exp()).expand([5, 4, 3])
+    both = lambda: dist.Normal(one, one.exp()).expand([5, 4, 3]).to_event(1)  # noqa: E731
+    yield "scalar and expanded", [one], both
+    yield "one event", [rows, one], lambda: dist.Normal(rows, one.exp()).to_event(1)
     yield "masked", [loc, one], lambda: dist.Normal(loc, one.exp()).mask(_MASK).to_event(1)
-    yield "masked rows", [loc, rows], lambda: dist.Normal(loc, rows.exp()).mask(_MASK).to_event(2)
-    yield "a masked batch", [loc], lambda: dist.Normal(loc, 2.0).mask(_MASK[0])
+    yield "masked matrices", [loc, one], lambda: dist.Normal(loc, one.exp()).mask(_MASK).to_event(2)
+    yield "a masked row", [loc], lambda: dist.Normal(loc, 2.0).mask(_MASK[0]).to_event(1)
+    column = _MASK[:, :1]
+    yield "a masked column", [loc], lambda: dist.Normal(loc, 2.0).mask(column).to_event(1)
     data = dist.Normal(rows, 2.0).expand([4, 3]).mask(_MASK).to_event(1)
     yield "masked, expanded", [rows], lambda: data.expand([5, 4])
 
@@ -38,7 +39,7 @@ def _bernoullis():
     rows, two = _parameter(3), _parameter(2, 3)
     yield "logits", [rows], lambda: dist.Bernoulli(logits=rows).to_event(1).expand([5, 4])
     yield "probs", [rows], lambda: dist.Bernoulli(rows.sigmoid()).to_event(1).expand([5, 4])
-    yield "a row", [two], lambda: dist.Bernoulli(logits=two[1]).expand([5, 4, 3]).to_event(1)
+    yield "a matrix", [two], lambda: dist.Bernoulli(logits=two.flatten()).expand([5, 6]).to_event(1)
     yield "sparse", [rows], lambda: dist.Bernoulli(logits=-rows.exp()).to_event(1).expand([5, 4])
 
 
@@ -69,11 +70,11 @@ def test_what_was_detached_gets_no_gradient():
 
 
 def test_values_have_batch_dims_that_the_distribution_lacks():
-    value = torch.randn(6, 5, 3)
-    fn = dist.Normal(torch.randn(5, 3), 2.0).to_event(1)
-    torch.testing.assert_close(broadcast_log_prob(fn, value), fn.log_prob(value))
-    fn = dist.Normal(torch.randn(6, 5, 3), 2.0).to_event(1)
-    torch.testing.assert_close(broadcast_log_prob(fn, value[0]), fn.log_prob(value[0]))
+    value, mask = torch.randn(6, 5, 3), torch.rand(5, 3) < 0.5
+    for fn in (dist.Normal(torch.randn(5, 3), 2.0), dist.Normal(torch.randn(6, 5, 3), 2.0)):
+        for whole in (fn.to_event(1), fn.mask(mask).to_event(1)):
+            for x in (value, value[0]):
+                torch.testing.assert_close(broadcast_log_prob(whole, x), whole.log_prob(x))
 
 
 def test_infinite_logits_are_certainties():
@@ -134,23 +135,25 @@ def test_other_distributions_are_left_alone():
         def log_prob(self, value):
             return super().log_prob(value - 1)
 
+    columns = torch.empty_strided((2, 3), (1, 2)).normal_()
     for fn in (
         Shifted(0.0, 1.0),
         dist.Normal(torch.zeros(3), 1.0).mask(False).to_event(1),
         dist.Normal(torch.zeros(3, 2), 1.0).to_event(1).mask(torch.tensor([True, False, True])),
         dist.Laplace(0.0, 1.0),
+        dist.Normal(torch.zeros(3), 1.0),
+        # Other numbers, whose order or gradient would be lost.
+        dist.Normal(torch.zeros(3), torch.ones(3)).to_event(1),
+        dist.Normal(torch.zeros(3), torch.ones((), dtype=torch.float32)).to_event(1),
+        dist.Bernoulli(logits=torch.randn(2, 3)[1]).to_event(1),
+        dist.Bernoulli(logits=torch.randn(2, 2).t().reshape(4)[:3]).to_event(1),
+        dist.Bernoulli(logits=columns.as_strided((6,), (1,))).to_event(1),
         dist.Delta(torch.zeros(())),
         dist.Bernoulli(torch.full((4, 3), 0.5)).to_event(1),
         dist.Bernoulli(torch.full((3,), 0.5)),
     ):
         assert broadcast_log_prob(fn, torch.zeros(fn.shape())) is None
     assert broadcast_log_prob(dist.Bernoulli(0.5), torch.tensor(1)) is None
-
-
-def test_values_are_validated():
-    fn = dist.Bernoulli(torch.full((3,), 0.5), validate_args=True).to_event(1)
-    with pytest.raises(ValueError, match="support"):
-        broadcast_log_prob(fn, torch.full((3,), 0.3))
 
 
 def _program():
@@ -178,9 +181,8 @@ def test_terms_have_scales_and_masks():
 
 
 def test_a_refused_value_names_its_site():
+    fn, value = dist.Bernoulli(torch.full((3,), 0.5)).to_event(1), torch.full((3,), 0.3)
     with pyro.validation_enabled(True):
-        trace = poutine.trace(
-            lambda: pyro.sample("x", dist.Bernoulli(torch.tensor(0.5)), obs=torch.tensor(0.3))
-        ).get_trace()
+        trace = poutine.trace(lambda: pyro.sample("x", fn, obs=value)).get_trace()
         with pytest.raises(ValueError, match="'x'"):
             broadcast_term(trace.nodes["x"])

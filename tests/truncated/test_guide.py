@@ -1,5 +1,6 @@
 """The states of a truncated posterior: distinct, kept per datum, and what one asks of them."""
 
+import contextlib
 import copy
 import pickle
 
@@ -376,8 +377,37 @@ def test_a_site_that_becomes_observed_is_refused():
 
     guide = TruncatedPosterior(semi, 2)
     guide.posterior()
-    with pytest.raises(ValueError, match="site 'y' is not drawn by the model, or observed"):
+    with pytest.raises(ValueError, match="the model does not draw site 'y', or observes it"):
         guide.posterior(torch.ones(N))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("site", "the model draws site 'y', unlike at the first call: make another Truncated"),
+        ("plate", "site 'z' is outside plate 'data', unlike at the first call"),
+        ("dims", "the model has plates in 2 batch dims, not 1, unlike at the first call"),
+        ("blocks", "the data have the plates .*, unlike at the first call"),
+    ],
+)
+def test_another_structure_than_at_the_first_call_is_refused(change, message):
+    def program(change=None):
+        probs = torch.full((N,), 0.5)
+        with contextlib.nullcontext() if change == "plate" else pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(probs))
+            if change == "site":
+                pyro.sample("y", dist.Bernoulli(probs))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
+        if change == "blocks":
+            pyro.sample("total", dist.Normal(z.sum(), 1.0), obs=torch.tensor(0.0))
+        if change == "dims":
+            with pyro.plate("rows", 2, dim=-2):
+                pyro.sample("row", dist.Normal(0.0, 1.0), obs=torch.zeros(2, 1))
+
+    guide = TruncatedPosterior(program, 2, vectorize=False)
+    guide.posterior()
+    with pytest.raises(ValueError, match=message):
+        guide.posterior(change)
 
 
 def test_no_e_steps_and_no_states_in_evaluation_mode():

@@ -1,4 +1,4 @@
-"""States that make the data impossible, as fewer animals than were seen, have density zero."""
+"""States that make the data impossible, as fewer animals than were seen, need a factor."""
 
 import pyro
 import pyro.distributions as dist
@@ -24,7 +24,9 @@ def log_evidence_of(seen, rate, p, mask=None):
 def in_an_event(seen, rate, p, mask):
     with pyro.plate("sites", len(seen)):
         n = pyro.sample("n", dist.Poisson(rate)).unsqueeze(-1)
-        visits = dist.Binomial(n, p * torch.ones(3)).mask(mask)
+        impossible = mask & (seen > n)
+        pyro.factor("possible", torch.where(impossible.any(-1), -torch.inf, 0.0))
+        visits = dist.Binomial(torch.maximum(n, seen), p * torch.ones(3)).mask(mask)
         pyro.sample("y", visits.to_event(1), obs=seen)
 
 
@@ -32,14 +34,17 @@ def in_a_plate(seen, rate, p, mask):
     with pyro.plate("sites", len(seen), dim=-2):
         n = pyro.sample("n", dist.Poisson(rate))
         with pyro.plate("visits", 3, dim=-1), poutine.mask(mask=mask):
-            pyro.sample("y", dist.Binomial(n, p), obs=seen)
+            pyro.sample("y", dist.Binomial(torch.maximum(n, seen), p), obs=seen)
+            pyro.factor("possible", torch.where(seen > n, -torch.inf, 0.0))
 
 
 def one_by_one(seen, rate, p, mask):
     with pyro.plate("sites", len(seen)):
         n = pyro.sample("n", dist.Poisson(rate * torch.ones(3)))
         n = torch.stack([n, n, n], 1)  # counts dims from the left
-        visits = dist.Binomial(n, p * torch.ones(3)).mask(mask)
+        impossible = mask & (seen > n)
+        pyro.factor("possible", torch.where(impossible.any(-1), -torch.inf, 0.0))
+        visits = dist.Binomial(torch.maximum(n, seen), p * torch.ones(3)).mask(mask)
         pyro.sample("y", visits.to_event(1), obs=seen)
 
 
@@ -71,7 +76,8 @@ def test_n_mixtures_have_their_evidence_and_its_gradient(model, validates):
 def counted(seen, rate=2.0):
     with pyro.plate("sites", len(seen)):
         n = pyro.sample("n", dist.Poisson(rate))
-        pyro.sample("y", dist.Binomial(n, 0.5), obs=seen)
+        pyro.sample("y", dist.Binomial(torch.maximum(n, seen), 0.5), obs=seen)
+        pyro.factor("possible", torch.where(seen > n, -torch.inf, 0.0))
 
 
 @pytest.mark.parametrize("num_states", [2, pytest.param(30, marks=pytest.mark.slow)])
@@ -95,15 +101,29 @@ def test_what_no_state_makes_possible_is_named_with_the_remedy():
     def model(seen):
         with pyro.plate("sites", len(seen)):
             z = pyro.sample("z", dist.Bernoulli(0.5))
-            pyro.sample("y", dist.Binomial(10, 0.2 + 0.5 * z), obs=seen)
+            pyro.sample("y", dist.Normal(z, 1.0), obs=seen)
+            pyro.factor("possible", torch.where(seen > 10, -torch.inf, 0.0))
 
     guide = TruncatedPosterior(model, num_states=2)
-    with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial\).*\n.*prior_draws="):
+    with pytest.raises(ValueError, match=r"site 'possible' of the model.*\n.*prior_draws="):
         TraceTruncated_ELBO().loss(model, guide, torch.tensor([11.0, 2.0]))
+
+
+@pytest.mark.parametrize("step", ["guide", "loss"])
+def test_a_state_that_makes_the_data_impossible_is_named_with_the_remedy(step):
+    def model(seen):
+        with pyro.plate("sites", len(seen)):
+            n = pyro.sample("n", dist.Poisson(2.0))
+            pyro.sample("y", dist.Binomial(n, 0.5), obs=seen)
+
+    guide, seen = TruncatedPosterior(model, num_states=2), torch.tensor([40.0, 0.0])
+    message = r"(?s)site 'y' of the model \(Binomial.*pyro.factor\('possible', torch.where\(obs > "
+    with pytest.raises(ValueError, match=message):
+        guide.fit(seen) if step == "guide" else TraceTruncated_ELBO()(model, guide)(seen)
 
 
 def test_data_that_are_no_counts_are_refused():
     guide = TruncatedPosterior(counted, num_states=2)
     for wrong in (torch.nan, 0.5):
-        with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial"):
+        with pytest.raises(ValueError, match="distribution Binomial"):
             guide.fit(torch.tensor([wrong, 2.0]), num_steps=20)
