@@ -136,7 +136,7 @@ def test_one_vector_of_all_latents_has_the_evidence_of_all_data():
 def test_draws_of_missing_entries_are_those_of_their_prior():
     """Also where the entry is observed: the draw is one of what might have been."""
     guide = called(AutoNormal(imputing, init_scale=1.5))
-    draws = refine(imputing, guide, num_samples=1500, num_transitions=3, schedule=2)
+    draws = refine(imputing, guide, num_samples=1500, num_transitions=3, schedule=4)
     z, x = draws["z"], draws["x_unobserved"]
     expected = torch.where(OBSERVED, X / 2, 0.0)
     variance = torch.where(OBSERVED, 0.5, 1.0)
