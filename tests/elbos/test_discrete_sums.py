@@ -186,7 +186,7 @@ def test_learned_control_variates_leave_the_mean(name, kind, k):
 def test_a_site_that_all_data_share_is_drawn_with_its_score():
     """Once a step, around the sums of the data's own sites."""
     elbo = TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL)
-    assert_means(PROGRAMS["subsampled"], elbo, steps=100, sigmas=4.5)
+    assert_means(PROGRAMS["subsampled"], elbo, steps=200, sigmas=4.5)
 
 
 @pytest.mark.parametrize("estimator", ["budget2", "k1-plus"])
