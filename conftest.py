@@ -1,5 +1,6 @@
 """Each test and each doctest starts alone: its own seed, no parameters, Pyro's checks on."""
 
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ import pyro_mcvae
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # The workers already occupy the cores.
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no later garbage collection has to search them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ floor 8     judgement, and what stands around a training loop
 """
 
 import ast
+import functools
 import graphlib
 import json
 import re
@@ -87,9 +88,10 @@ def statements(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, b
         yield from statements(child, at_top and not is_function and not only_for_types)
 
 
-def find_imports(modules: dict[str, Path]) -> list[Import]:
+@functools.cache
+def find_imports(package: Path) -> list[Import]:
     """Every import of every module, relative ones and those inside functions included."""
-    result = []
+    modules, result = find_modules(package), []
     for name, path in modules.items():
         for node, at_top in statements(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -111,7 +113,7 @@ def find_imports(modules: dict[str, Path]) -> list[Import]:
 def violations(package: Path) -> list[str]:
     """What breaks the architecture, one line each; an empty list if nothing does."""
     modules = find_modules(package)
-    imports = find_imports(modules)
+    imports = find_imports(package)
     root = package.name
 
     def part_of(module: str) -> str:
@@ -150,7 +152,7 @@ def violations(package: Path) -> list[str]:
 
 def test_imports_go_down_only() -> None:
     package = Path(pyro_mcvae.__file__).parent
-    assert len(find_imports(find_modules(package))) > 10  # The checker found the package.
+    assert len(find_imports(package)) > 10  # The checker found the package.
     assert violations(package) == []
 
 

@@ -140,7 +140,8 @@ def names_of(*codes: CodeType, strings: bool = True) -> dict[str, None]:
 
 @lru_cache(maxsize=8192)
 def _names(code: CodeType, strings: bool) -> dict[str, None]:
-    names = dict.fromkeys(code.co_names)
+    # "@": of the asserts that pytest rewrites, and lead into all of pytest.
+    names = dict.fromkeys(name for name in code.co_names if name[:1] != "@")
     for constant in code.co_consts:
         if is_a(constant, CodeType):
             names.update(_names(constant, strings))

@@ -158,9 +158,9 @@ def topics(device: str) -> tuple[Specialization, Tensor]:
     return Specialization("topics, softmax(1)", 10, made, lambda broadcasts: encoder), x
 
 
-def hidden_markov(device: str) -> tuple[Specialization, Tensor]:
-    """States that the model sums, ten of them in a row, and an offset of each sequence."""
-    length, logits = 10, torch.eye(3, device=device)
+def hidden_markov(device: str, length: int = 10) -> tuple[Specialization, Tensor]:
+    """States that the model sums, some in a row, and an offset of each sequence."""
+    logits = torch.eye(3, device=device)
 
     def made(broadcasts: bool) -> Program:
         def model(x: Tensor) -> None:

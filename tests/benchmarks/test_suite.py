@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pyro
 import pytest
@@ -27,8 +28,10 @@ def single_precision(double_precision):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("decoder", ["mlp", "conv"])
-@pytest.mark.parametrize("objective", ["SGVB", "IWAE", "SIS", "AIS"])
+@pytest.mark.parametrize(
+    ("objective", "decoder"),
+    [("SGVB", "mlp"), ("IWAE", "mlp"), ("SIS", "mlp"), ("AIS", "mlp"), ("SGVB", "conv")],
+)
 def test_both_sides_have_one_bound(objective, decoder):
     case = Specialization(objective, size=2, batch=3, latent=4, decoder=decoder)
     x = torch.rand(3, suite.PIXELS).bernoulli()
@@ -52,13 +55,13 @@ def test_the_rao_blackwellized_step_has_the_bound_and_gradient():
         lambda: suite.by_hand(case)(by_hand.BareCategories(vae), x),
     ):
         drawn = []
-        for _ in range(100):
+        for _ in range(50):
             value = bound()
             (gradient,) = torch.autograd.grad(value, weight)
             drawn.append(torch.cat([value.detach().reshape(1), gradient]))
         result.append(torch.stack(drawn))
     for other in result[1:]:
-        error = ((result[0].var(0) + other.var(0)) / 100).sqrt()
+        error = ((result[0].var(0) + other.var(0)) / 50).sqrt()
         assert (abs(result[0].mean(0) - other.mean(0)) < 4.5 * error + 1e-4).all()
 
 
@@ -176,7 +179,7 @@ def test_chains_differentiate_gradients_and_others_do_not(objective):
         assert counts["double backward"] == [4, 7, 3]
 
 
-@pytest.mark.parametrize("make", [run_modes.topics, run_modes.hidden_markov])
+@pytest.mark.parametrize("make", [run_modes.topics, partial(run_modes.hidden_markov, length=3)])
 def test_particles_are_run_in_each_way_and_are_the_same(make):
     case, x = make("cpu")
     losses = []

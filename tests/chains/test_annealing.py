@@ -16,7 +16,8 @@ from pyro_mcvae import (
     SigmoidSchedule,
     UnderdampedLangevin,
 )
-from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
+from pyro_mcvae.chains.annealing import Chain, accept_score, anneal, evaluator
+from pyro_mcvae.chains.kernels import Info, State
 from pyro_mcvae.chains.parameters import LearnedStepSize
 from pyro_mcvae.ops.weights import log_mean_exp
 from tests.chains.densities import (
@@ -251,3 +252,14 @@ def test_the_score_needs_an_adjusted_kernel():
     start = evaluate(torch.randn(1, 2))
     with pytest.raises(ValueError, match="not adjusted: its chain has no accept bits"):
         accept_score(anneal(start, LinearSchedule(3)(), ULA(0.1), evaluate))
+
+
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
+def test_what_all_chains_gain_scores_no_decision(multi_sample):
+    """The baseline is the mean of the other chains, with this sign."""
+    log_prob, zeros = torch.randn(3, 2, requires_grad=True), torch.zeros(3, 2)
+    state = State(torch.zeros(3, 2, 1), zeros, zeros)
+    info = Info(zeros, zeros.exp(), zeros == 0, log_prob)
+    gain = torch.randn(2).expand(3, 2)
+    chain = Chain(gain, state, state, [info], [gain], past=[zeros])
+    assert torch.allclose(accept_score(chain, multi_sample), torch.zeros(2), atol=1e-12)

@@ -21,6 +21,7 @@ from pyro_mcvae import (
     log_evidence,
     refine,
 )
+from tests.params import in_turn
 
 X = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
 KEPT = torch.tensor([True, False, True])
@@ -236,8 +237,7 @@ def masked_by(mask, of_guide=True, read=lambda z: z, observed=lambda m: True):
 ALL = torch.ones(3, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("make", WEIGH)
-@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+@in_turn(make=[*WEIGH, "compiled"], steps=[1, 2, 5, 9])
 def test_masks_that_change_are_found_at_once(make, steps):
     mask, elbo = [ALL], WEIGH[make]()
     pair = masked_by(mask)
@@ -250,9 +250,7 @@ def test_masks_that_change_are_found_at_once(make, steps):
     assert math.isfinite(elbo.loss(*pair))
 
 
-@pytest.mark.parametrize("make", ["iwae", "joint", "renyi", "compiled"])
-@pytest.mark.parametrize("of_guide", [True, False])
-@pytest.mark.parametrize("first", [ALL, KEPT])
+@in_turn(make=["iwae", "joint", "renyi", "compiled"], of_guide=[True, False], first=[ALL, KEPT])
 def test_masks_of_padding_may_change_at_each_step(make, of_guide, first):
     """A bound of the exact posterior: masks of the guide or none, whose prior the model counts."""
     mask, elbo = [first], WEIGH[make]()
@@ -273,8 +271,7 @@ def test_products_with_masks_that_change_read_nothing(make):
         assert math.isfinite(elbo.loss(*pair))
 
 
-@pytest.mark.parametrize("first", [ALL, KEPT])
-@pytest.mark.parametrize("make", ["iwae", "compiled"])
+@in_turn(make=["iwae", "compiled"], first=[KEPT, ALL])
 def test_a_latent_without_a_prior_stays_without_one(first, make):
     """Data that read entries that only the model masks: their prior is flat, at every step."""
     mask, elbo = [first], WEIGH[make]()

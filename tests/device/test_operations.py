@@ -36,6 +36,7 @@ CASES = {
     "Rao-Blackwell": (TraceRaoBlackwell_ELBO, hand.rao_blackwell),
 }
 SIZES = {"latent": 4, "pixels": 8, "hidden": 6, "decoder": "mlp", "device": "cpu"}
+QUICK = ("SGVB", "cpu"), ("SGVB", "sim"), ("IWAE-10", "cpu"), ("Rao-Blackwell", "sim")
 # The most that a step may launch of each operation by hand.
 PLAIN, RECORDED = 1.15, 1.0
 
@@ -78,9 +79,13 @@ def counts(name: str, device: torch.device) -> Counts:
     return Counts(*found)
 
 
-@pytest.mark.parametrize("place", ["cpu", "sim"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("SIS-5", "AIS-5"))) for n in CASES]
+    ("name", "place"),
+    [
+        pytest.param(n, p, marks=[pytest.mark.slow] * ((n, p) not in QUICK))
+        for n in CASES
+        for p in ("cpu", "sim")
+    ],
 )
 def test_a_step_launches_hardly_more_than_by_hand(name, place, device):
     found = counts(name, torch.device("cpu") if place == "cpu" else device)

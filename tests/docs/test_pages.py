@@ -28,10 +28,24 @@ PROGRAMS = [
 ]
 
 
+# Numbers that are smaller here, of pages that print no result of theirs.
+FEW = {
+    "choose.md": {"range(100)": "range(5)"},
+    "diagnose.md": {"schedule=100": "schedule=10"},
+    "recipes.md": {
+        "range(200)": "range(5)",
+        "report(banana, flow, y, seed=0)": "report(banana, flow, y, check_training=False, seed=0)",
+    },
+}
+
+
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (DOCS / page).read_text(encoding="utf-8")
+    for number, smaller in FEW.get(page, {}).items():
+        assert number in text
+        text = text.replace(number, smaller)
     examples = EXAMPLE.findall(text)
     assert examples
     # One program from top to bottom, as a reader pastes it; line numbers are the page's.

@@ -26,6 +26,7 @@ from pyro_mcvae import (
     WakeSleep,
     compare,
 )
+from tests.params import in_turn
 from tests.tally import Tally
 
 X = torch.linspace(-1.0, 1.0, 30, dtype=torch.float64).reshape(10, 3)
@@ -89,11 +90,13 @@ LOSSES = {
 STEADY = {"sis": (4, 1), "ais": (5, 1), "wake-sleep": (2, 2)}
 
 
-@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
-@pytest.mark.parametrize("name", LOSSES)
+# Only chains smooth kinks.
+@pytest.mark.parametrize(
+    ("name", "activation"), [*((n, nn.Tanh) for n in LOSSES), ("sis", nn.ReLU), ("ais", nn.ReLU)]
+)
 def test_programs_run_twice_more_at_uses_one_two_four_eight(name, activation):
     """Once more in the first step, to smooth kinks or to find the nesting of plates."""
-    counts = Pair(activation).step_counts(LOSSES[name](), 20)
+    counts = Pair(activation).step_counts(LOSSES[name](), 12)
     model, guide = STEADY.get(name, (1, 1))
     for step, (of_model, of_guide) in enumerate(counts, 1):
         is_due = step & (step - 1) == 0
@@ -109,7 +112,7 @@ def test_extra_runs_see_what_the_step_shows(name):
     before = {n: v.clone() for n, v in pair.state_dict().items()}
     pyro.clear_param_store()
     svi = SVI(pair.model, pair.guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
-    for _ in range(100):
+    for _ in range(17):
         weights = {"model": pair.decoder[0].weight, "guide": pair.encoder[0].weight}
         shown = {n: w.detach().clone() for n, w in weights.items()}
         start = [b.clone() for b in (pair.encoder[1].running_mean, pair.encoder[1].running_var)]
@@ -300,8 +303,7 @@ def counters():
     return (*kept, *in_place, *new, of_user_dict, of_queue, of_optimizer)
 
 
-@pytest.mark.parametrize("place", range(19), ids=[f.__name__[3:] for f in counters()])
-@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis", "ais"])
+@in_turn(place=range(19), name=["sgvb", "iwae", "rb", "sis", "ais"])
 def test_a_schedule_that_counts_calls_does_not_run_ahead(name, place):
     """The coefficients of KL annealing are those of one run per step, as under plain SVI."""
     global GLOBAL_CALLS
@@ -380,8 +382,9 @@ def test_a_schedule_beside_a_frozen_network_does_not_run_ahead(name):
         assert torch.allclose(pair.mean, mean)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["broadcasts", "one-datum-shape"])
-@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb"])
+@pytest.mark.parametrize(
+    ("name", "flat"), [("sgvb", False), ("sgvb", True), ("iwae", True), ("rb", True)]
+)
 def test_memory_banks_hold_what_a_step_leaves(name, flat):
     """No entry of an extra run, and no tensor of a vmap that is over."""
     bank, recent, latest = [], deque(maxlen=3), {}
@@ -461,8 +464,7 @@ def test_masks_that_change_leave_counters_as_one_run_does(name):
     assert shown == lengths
 
 
-@pytest.mark.parametrize("guide_counts", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
+@in_turn(name=LOSSES, guide_counts=[False, True])
 def test_masked_latents_need_no_runs_of_their_own(name, guide_counts):
     """If the guide counts more, the first step is made and analyzed twice."""
     kept = torch.tensor([True, True, False])
@@ -510,8 +512,7 @@ def of_contexts(batch):
     return CALLS.get() + OF_THREAD.calls + batch["weak"][batch["key"]]
 
 
-@pytest.mark.parametrize("count", [of_arguments, of_contexts])
-@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis"])
+@in_turn(name=["sgvb", "iwae", "rb", "sis"], count=[of_arguments, of_contexts])
 def test_what_arguments_and_contexts_hold_is_changed_once_a_step(name, count):
     CALLS.set(0)
     OF_THREAD.calls, key = 0, Schedule()
@@ -543,8 +544,9 @@ def generators():
     }
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
-@pytest.mark.parametrize("loss", [TraceSGVB_ELBO, TraceRaoBlackwell_ELBO, LOSSES["sis"]])
+@in_turn(
+    kind=["torch", "numpy", "python"], loss=[TraceSGVB_ELBO, TraceRaoBlackwell_ELBO, LOSSES["sis"]]
+)
 def test_generators_of_programs_give_each_step_its_numbers(loss, kind):
     """Those of one run per step."""
     draw, again, shown = generators()[kind], generators()[kind], []
@@ -605,10 +607,9 @@ ITERATORS = {
 }
 
 
-@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
-@pytest.mark.parametrize("name", ["sgvb", "iwae", "rb", "sis"])
-def test_each_step_takes_one_item_of_an_iterator(name, make):
-    items, again, shown = {"next": make()}, make(), []
+@in_turn(kind=ITERATORS, name=["sgvb", "iwae", "rb", "sis"])
+def test_each_step_takes_one_item_of_an_iterator(name, kind):
+    items, again, shown = {"next": ITERATORS[kind]()}, ITERATORS[kind](), []
 
     def model(x):
         shown.append(next(items["next"]))
@@ -686,9 +687,10 @@ class Settings:
         raise RuntimeError(f"there is no setting {name}")
 
 
-@pytest.mark.parametrize("config", [Attributes(scale=1.5), Settings(1.5)], ids=["dict", "object"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_missing_attributes_of_a_config_may_raise_any_error(name, config):
+@in_turn(name=LOSSES, kind=[Attributes, Settings])
+def test_missing_attributes_of_a_config_may_raise_any_error(name, kind):
+    config = kind(scale=1.5)
+
     def model(x, scale=None):
         with pyro.plate("data", len(x)):
             loc = torch.zeros(2)

@@ -268,7 +268,7 @@ def step(objective, model, guide):
 @pytest.mark.parametrize(
     ("name", "objective"),
     [
-        pytest.param(n, o, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        pytest.param(n, o, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
         for i, n in enumerate(CASES)
         for j, o in enumerate(CASES[n].objectives)
     ],

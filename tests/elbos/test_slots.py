@@ -35,6 +35,7 @@ from tests.elbos.slot_programs import (
     labels_posterior,
 )
 from tests.estimates import assert_mean
+from tests.params import in_turn
 
 ALL = math.inf
 known = pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if p.evidence])
@@ -150,8 +151,7 @@ def test_the_mean_weight_is_the_evidence(name, cls):
     assert record.effective_sample_size.shape == evidence.shape
 
 
-@pytest.mark.parametrize("options", [{"num_categories": k} for k in (0, 1, ALL)], ids=str)
-@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi"])
+@in_turn(options=[{"num_categories": k} for k in (0, 1, ALL)], multi_sample=[False, True])
 def test_the_exact_posterior_gives_the_evidence(options, multi_sample):
     """Without noise, and without a gradient of the guide's."""
     elbo = TraceAIS_ELBO(3, MALA(0.1), multi_sample=multi_sample, **options)

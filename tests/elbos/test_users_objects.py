@@ -149,7 +149,7 @@ def losses(name, held, place):
     return [svi.step(X, *args) for _ in range(5)]
 
 
-@in_turn(kind=[k for k in OBJECTS for _ in PLACES], place=PLACES, name=LOSSES)
+@in_turn(kind=OBJECTS, place=PLACES, name=LOSSES)
 def test_losses_are_those_without_the_object(kind, place, name):
     place = "closure" if kind in NOT_AS_ARGUMENTS and place == "argument" else place
     assert losses(name, OBJECTS[kind](), place) == losses(name, None, place)

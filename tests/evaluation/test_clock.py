@@ -217,7 +217,7 @@ def test_a_report_names_the_chains_that_did_not_end(time, caplog):
     assert whole.chains
     assert not isinstance(whole.prior, str)
     spent = time.seconds
-    for part in (0.1, 0.3, 0.6):
+    for part in (0.1, 0.6):
         time.seconds, budget = 0.0, part * spent
         result = report(model, guide, X, seed=0, time_budget=budget)
         assert time.seconds < budget + 60  # a run, a transition, or a chunk
@@ -333,7 +333,7 @@ def test_a_search_for_labellings_that_does_not_end_is_named(time, caplog, monkey
     def guide():
         pyro.sample("m", dist.Normal(torch.tensor([-2.8, 2.8]), 0.5).to_event(1))
 
-    options = {"num_particles": 50, "schedule": 4, "seed": 0}
+    options = {"num_particles": 20, "schedule": 2, "seed": 0}
     whole = log_evidence(model, guide, **options)
     check = Stage.check
 
@@ -357,7 +357,7 @@ def test_an_ensemble_returns_the_draws_of_its_transitions(time):
     with pytest.raises(OutOfTimeError, match="ensemble of chains"):
         refine(model, X, seed=0, time_budget=3)
     known = []
-    for part in range(3, 10):
+    for part in range(3, 10, 2):
         time.seconds = 0.0
         try:
             known.append(refine(model, X, seed=0, time_budget=0.1 * part * seconds))

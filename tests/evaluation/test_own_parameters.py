@@ -13,6 +13,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 
 from pyro_mcvae import TraceSGVB_ELBO, log_evidence, report
+from tests.params import in_turn
 
 x = torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64)
 
@@ -51,8 +52,7 @@ def of_report(pair: Any) -> Tensor:
     return result.guide.bound
 
 
-@pytest.mark.parametrize("evaluate", [of_log_evidence, of_report])
-@pytest.mark.parametrize("make", [AutoNormal, AutoMultivariateNormal, Written])
+@in_turn(make=[AutoNormal, AutoMultivariateNormal, Written], evaluate=[of_log_evidence, of_report])
 def test_an_earlier_guide_keeps_its_parameters(make: Any, evaluate: Any) -> None:
     first = trained(make, 1.0)
     expected = evaluate(first)

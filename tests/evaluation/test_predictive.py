@@ -92,9 +92,12 @@ def test_a_sandwich_on_a_model_with_deterministic_sites():
     assert float(result.mean_gap) < 1.0
 
 
+BRIEF = {"num_particles": 1, "schedule": 2, "num_transitions": 2}
+
+
 def test_all_draws_have_names(groups):
     exact = NestedGaussian()
-    data = to_inference_data(refine(exact.model, exact.guide, num_samples=12))
+    data = to_inference_data(refine(exact.model, exact.guide, num_samples=12, **BRIEF))
     assert data.groups["log_likelihood"]["x"].shape == (1, 12, 3, 4)
     assert data.dims["x"] == data.dims["b"] == ["individuals", "groups"]
     exact = DiscreteMixture(N=5)
@@ -122,7 +125,7 @@ def test_predictive_of_pyro_takes_draws_of_computed_and_reparameterized_sites():
     model = poutine.reparam(schools, {"theta": LocScaleReparam(0.0)})
     guide = AutoNormal(model)
     guide()
-    draws = refine(model, guide, num_samples=20, num_particles=1)
+    draws = refine(model, guide, num_samples=20, **BRIEF)
     result = Predictive(model, posterior_samples=draws)()
     centered = draws["mu"][:, None] + 2 * draws["theta_decentered"]
     assert torch.allclose(result["theta"].reshape(20, 3), centered)
@@ -140,7 +143,7 @@ def test_a_factor_has_a_likelihood_and_no_value(groups):
 
     guide = AutoNormal(model)
     guide()
-    draws = refine(model, guide, num_samples=20, num_particles=1)
+    draws = refine(model, guide, num_samples=20, **BRIEF)
     result = to_inference_data(draws).groups
     factor = torch.as_tensor(result["log_likelihood"]["likelihood"])
     assert torch.allclose(factor, -torch.as_tensor(result["posterior"]["b"])[..., None].square())

@@ -27,6 +27,7 @@ from tests.models import (
     ProbabilisticPCA,
     SequentialPlate,
 )
+from tests.params import in_turn
 
 WAYS = {
     "resampled": {"num_particles": 50},
@@ -132,11 +133,10 @@ def test_discrete_draws_are_resampled():
         assert bool((error < 4.5 * (probs[:, c] * (1 - probs[:, c]) / 4000).sqrt() + 0.02).all())
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [SequentialPlate, NestedGaussian, LinearGaussianChain, BetaBernoulli, HierarchicalGaussian],
+@in_turn(
+    cls=[SequentialPlate, NestedGaussian, LinearGaussianChain, BetaBernoulli, HierarchicalGaussian],
+    vectorize=[True, False],
 )
-@pytest.mark.parametrize("vectorize", [True, False])
 def test_shapes_are_those_of_one_run(cls, vectorize):
     exact = cls()
     trace = pyro.poutine.trace(exact.model).get_trace()

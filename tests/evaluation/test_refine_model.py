@@ -96,9 +96,10 @@ def test_two_modes_are_both_reported_with_their_masses():
 
 @pytest.fixture
 def briefly(monkeypatch):
-    """Run at most forty transitions, after a short warm-up."""
-    monkeypatch.setattr(ensemble, "_CHECKED", (20, 40))
-    monkeypatch.setattr(ensemble, "_MOST_WINDOWS", 8)
+    """Run twenty transitions of fifty chains, after a short warm-up."""
+    monkeypatch.setattr(ensemble, "_CHAINS", 50)
+    monkeypatch.setattr(ensemble, "_CHECKED", (20,))
+    monkeypatch.setattr(ensemble, "_MOST_WINDOWS", 6)
 
 
 def test_modes_that_do_not_mix_are_not_trusted(briefly):
@@ -143,7 +144,9 @@ def test_flat_priors(form):
     assert_near(draws["s"], 2.5, torch.tensor(5.0).sqrt() / 2)
 
 
-def test_a_cholesky_factorization_that_fails_rejects_a_proposal():
+def test_a_cholesky_factorization_that_fails_rejects_a_proposal(monkeypatch):
+    monkeypatch.setattr(ensemble, "_CHAINS", 40)  # all are run one by one where one fails
+
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
         # Positive definite below 1.

@@ -41,7 +41,7 @@ MODELS = (
 WHITE = {"coordinates": "whitened", "num_particles": 400, "schedule": 4, "warmup": 4}
 
 
-QUICK = (ConjugateGaussian, GammaPoisson, LinearGaussianChain)
+QUICK = (ConjugateGaussian, GammaPoisson)
 
 
 @pytest.mark.parametrize(

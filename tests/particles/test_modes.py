@@ -27,6 +27,7 @@ from pyro_mcvae import (
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.vmap import Mode
+from tests.params import in_turn
 from tests.particles.modes import check_way, only
 from tests.zoo import EXAMPLES, data, param
 
@@ -535,16 +536,15 @@ def test_judges_run_what_losses_run(program, caplog):
     assert "one by one" not in caplog.text
 
 
-@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")])
-@pytest.mark.parametrize("counts_dims", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
+@in_turn(
+    make=[
         lambda: TraceSGVB_ELBO(8, analytic_kl=False),
         lambda: TraceIWAE_ELBO(8),
         lambda: TraceSIS_ELBO(2, num_particles=8),
+        lambda: TraceIWAE_ELBO(8),
     ],
-    ids=["sgvb", "iwae", "sis"],
+    counts_dims=[False, True],
+    wrap=[lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")],
 )
 def test_a_draw_outside_the_support_is_an_error_at_every_step(make, counts_dims, wrap):
     """The density of an exponential goes on below zero, where it would count."""

@@ -2,7 +2,6 @@
 
 import pyro
 import pyro.distributions as dist
-import pytest
 import torch
 from pyro.infer.autoguide import (
     AutoDiagonalNormal,
@@ -13,6 +12,7 @@ from pyro.infer.autoguide import (
 )
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from tests.params import in_turn
 
 
 def model():
@@ -36,11 +36,13 @@ def both(parent):
     return parent, Mine
 
 
-@pytest.mark.parametrize(
-    "parent",
-    [AutoNormal, AutoDiagonalNormal, AutoStructured, AutoLowRankMultivariateNormal, AutoGuideList],
+@in_turn(
+    parent=[
+        *(AutoNormal, AutoDiagonalNormal, AutoStructured, AutoLowRankMultivariateNormal),
+        AutoGuideList,
+    ],
+    make=[TraceSGVB_ELBO, TraceIWAE_ELBO],
 )
-@pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceIWAE_ELBO])
 def test_a_subclass_of_an_autoguide_has_the_loss_of_its_parent(parent, make):
     losses = []
     for kind in both(parent):

@@ -19,6 +19,7 @@ from pyro_mcvae import ULA, CompiledELBO, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import marked
 from pyro_mcvae.structure.cache import Analyses
+from tests.cases import every
 from tests.compiled.test_dependencies import PLACES, inner, outer
 from tests.params import in_turn
 from tests.tally import Tally
@@ -247,7 +248,7 @@ def test_a_buffer_that_decides_what_is_executed_is_seen_at_once():
     )
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", every(2, EXAMPLES))
 def test_the_fingerprint_of_a_step_is_the_same_from_step_to_step(name, monkeypatch):
     # As if something had changed at every step.
     monkeypatch.setattr("pyro_mcvae.structure.cache._Watch.covers", lambda *_: False)

@@ -16,6 +16,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure.marked import marked_run
+from tests.params import in_turn
 from tests.tally import Tally
 
 
@@ -144,7 +145,7 @@ def test_an_analysis_adds_two_runs_at_uses_1_2_4_8_and_none_otherwise(name):
 
 
 def test_no_program_sees_a_value_that_training_would_not_show():
-    """Every parameter, buffer and latent that is seen in 40 steps is finite and trained."""
+    """Every parameter, buffer and latent that is seen in 17 steps is finite and trained."""
     seen, values = [], []
     decoder = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 
@@ -169,7 +170,7 @@ def test_no_program_sees_a_value_that_training_would_not_show():
     decoder[1].eval()
     trained, x = [], torch.randn(6)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceIWAE_ELBO(3))
-    for _ in range(40):
+    for _ in range(17):
         trained.append([p.detach().clone() for p in decoder.parameters()])
         svi.step(x)
     states = {tuple(float(p.sum()) for p in state) for state in trained}
@@ -216,11 +217,15 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize(
-    "elbo",
-    [TraceSGVB_ELBO(), TraceSGVB_ELBO(3), TraceIWAE_ELBO(2), TraceSIS_ELBO(2), TraceAIS_ELBO(2)],
-    ids=["sgvb", "sgvb-3", "iwae", "sis", "ais"],
+@in_turn(
+    elbo=[
+        TraceSGVB_ELBO(),
+        TraceSGVB_ELBO(3),
+        TraceIWAE_ELBO(2),
+        TraceSIS_ELBO(2),
+        TraceAIS_ELBO(2),
+    ],
+    name=STEPS,
 )
 def test_steps_of_a_density_are_warned_of_once(name, elbo, caplog):
     """Unless the guide's draws are not reparameterized: their score function has the steps."""

@@ -33,14 +33,15 @@ interfaces = pytest.mark.parametrize("interface", INTERFACES)
 SAVED_AT = (0, 1, 4)
 
 
-def in_turn(names, saved_at):
-    """Each objective at each moment, under each interface in turn; the whole product is slow."""
+def in_turn(names, saved_at, step=1):
+    """Objectives at each moment, under each interface in turn; the whole product is slow."""
+    slow = pytest.mark.slow
     return [
         pytest.param(
             name,
             interface,
             at,
-            marks=() if (j, k) == (i % 2, i % len(saved_at)) else pytest.mark.slow,
+            marks=() if (j, k) == (i // step % 2, i % len(saved_at)) and i % step == 0 else slow,
         )
         for i, name in enumerate(names)
         for j, interface in enumerate(INTERFACES)
@@ -85,7 +86,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name, interface, at, tmp_pat
     assert_same(end, resumed.tensors())
 
 
-@pytest.mark.parametrize(("name", "interface", "at"), in_turn(list(CONTINUOUS)[::2], [2]))
+@pytest.mark.parametrize(("name", "interface", "at"), in_turn(list(CONTINUOUS), [2], step=4))
 def test_autoguides_resume(name, interface, at, tmp_path):
     run = Run(name, interface, auto=True)
     steps(run, at)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pyro_mcvae import RankBatches
-from tests.cases import every
 from tests.training import distributed
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +51,7 @@ def close(first, second):
         assert torch.allclose(value.double(), second[name].double(), rtol=1e-9, atol=1e-10), name
 
 
-@pytest.mark.parametrize("name", every(3, distributed.JOINED))
+@pytest.mark.parametrize("name", distributed.JOINED)
 def test_gradients_and_states_are_those_of_the_union(ranks, name):
     single = distributed.train(name)
     first, second = (r[name] for r in ranks)
