@@ -556,7 +556,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
         (-3.797, -3.797)
     """
 
-    _assignable = frozenset({"num_particles", "retain_graph"})
+    # Pyro's Forecaster guesses and assigns max_plate_nesting. Here each analysis infers it.
+    _assignable = frozenset({"num_particles", "retain_graph", "max_plate_nesting"})
 
     def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):

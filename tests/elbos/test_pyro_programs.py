@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.contrib.forecast import Forecaster, ForecastingModel, forecaster
 from pyro.infer import TraceEnum_ELBO
 from torch.distributions import constraints
 
@@ -215,3 +216,21 @@ def test_a_factor_of_the_guide_counts_as_under_trace_enum(has_rsample):
     assert math.isclose(*losses, rel_tol=1e-9)
     assert torch.allclose(*grads)
     assert (grads[0].abs() > 0.1).all()
+
+
+class Level(ForecastingModel):
+    """A random walk around a level."""
+
+    def model(self, zero_data, covariates):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        with self.time_plate:
+            noise = pyro.sample("noise", dist.Normal(0.0, 0.1))
+        self.predict(dist.Normal(0.0, 0.5), (level + noise.cumsum(-1)).unsqueeze(-1))
+
+
+@pytest.mark.parametrize("elbo", [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceSIS_ELBO])
+def test_a_forecaster_sets_the_nesting_of_its_loss(elbo, monkeypatch):
+    monkeypatch.setattr(forecaster, "Trace_ELBO", elbo)
+    data = torch.linspace(0, 1, 6).unsqueeze(-1)
+    fitted = Forecaster(Level(), data, torch.zeros(6, 0), num_steps=3, log_every=0)
+    assert fitted(data, torch.zeros(8, 0), num_samples=5).shape == (5, 2, 1)
