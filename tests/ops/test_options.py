@@ -87,12 +87,13 @@ def test_what_is_read_at_each_step_can_be_assigned(name):
     made = MADE[name]()
     made.num_particles = 4
     made.retain_graph = True
-    assert (made.num_particles, made.retain_graph) == (4, True)
+    made.max_plate_nesting = 2  # as Pyro's Forecaster does
+    assert (made.num_particles, made.retain_graph, made.max_plate_nesting) == (4, True, 2)
     with pytest.raises(ValueError, match="num_particles must be an int of at least 1"):
         made.num_particles = 0
 
 
-@pytest.mark.parametrize("option", ["vectorize_particles", "max_plate_nesting", "multi_sample"])
+@pytest.mark.parametrize("option", ["vectorize_particles", "gradient_estimator", "multi_sample"])
 def test_options_of_a_compiled_loss_are_those_of_the_plain_one(option):
     compiled = CompiledELBO(TraceSIS_ELBO(2), backend="eager")
     with pytest.raises(AttributeError, match=f"{option} of a TraceSIS_ELBO is fixed"):
