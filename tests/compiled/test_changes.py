@@ -338,7 +338,8 @@ def test_what_is_not_seen_is_found_by_a_comparison(caplog: pytest.LogCaptureFixt
     assert result == seeded(plain, model, x, seed=19)
 
 
-def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing(value: float) -> None:
     loss = CompiledELBO(TraceSIS_ELBO(1, max_plate_nesting=1), "eager")
     svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
     for _ in range(6):
@@ -347,7 +348,7 @@ def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing() -> None:
     torch.manual_seed(2)
     pyro.enable_validation(False)
     with pytest.raises(ValueError, match="'x'"):
-        svi.step(torch.tensor([0.5, float("nan"), 1.0]))
+        svi.step(torch.tensor([0.5, value, 1.0]))
     assert pyro.param("slope").item() == slope
     assert torch.equal(loss.kernel.step_size(), size)
     assert np.isfinite(svi.step(x))

@@ -9,11 +9,13 @@ from pyro_mcvae.coordinates.coordinate import bijection_of, coordinate_of
 from pyro_mcvae.programs.log_values import (
     Logs,
     at_logs,
+    leaf_of,
     log_det,
     logs_of,
     pulled,
     pushed,
     value_of,
+    with_logs,
 )
 
 WIDE = torch.tensor([-300.0, -60.0, -18.0, -2.0, 0.5, 2.0, 18.0, 60.0])
@@ -134,6 +136,15 @@ def test_logarithms_end_with_a_change_in_place():
     assert logs_of(value) is None
     fn = dist.Gamma(1.5, 1.0)
     assert at_logs(fn, value) is fn
+
+
+def test_a_leaf_has_the_gradient_of_its_logarithms():
+    u = torch.tensor([0.2, 0.7], dtype=torch.float64)
+    leaf = leaf_of(with_logs(u.clone(), Logs(u.log(), (1 - u).log())))
+    logs = logs_of(leaf)
+    for log, slope in ((logs.log, 1 / u), (logs.complement, -1 / (1 - u))):
+        (gradient,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)
+        assert torch.allclose(gradient, slope)
 
 
 def test_densities_that_a_class_defines_itself_stay():
