@@ -101,8 +101,19 @@ def is_same_tensor(a: Tensor, b: Tensor) -> bool:
     return a.is_set_to(b) if PUBLIC_ONLY else a._cdata == b._cdata
 
 
-# Returns the tensor that a tensor is a view of; None if it is none, and by the fallback.
-source_of_view = (lambda tensor: None) if PUBLIC_ONLY else attrgetter("_base")
+def source_of_view(tensor: Tensor) -> Tensor | None:
+    """
+    Return the tensor that a tensor is a view of; None if it is none.
+
+    The fallback returns the entries that an expanded tensor repeats, whose gradient needs a tensor
+    of its size.
+    """
+    if not PUBLIC_ONLY:
+        return tensor._base
+    repeated = [s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
+    return tensor[tuple(0 if r else slice(None) for r in repeated)] if any(repeated) else None
+
+
 # Returns the stored entries of a sparse tensor; the fallback adds repeated ones.
 stored_entries = _private(Tensor, "_values", lambda t: t.coalesce().values())
 # Returns the norms of a list of tensors with a dtype; and a list of tensors times a scalar.

@@ -181,7 +181,11 @@ def test_is_same_tensor(compat):
 def test_source_of_view(compat):
     x = torch.zeros(3, requires_grad=True)
     assert compat.source_of_view(x) is None
-    assert compat.source_of_view(x.expand(2, 3)) is (None if compat.PUBLIC_ONLY else x)
+    source = compat.source_of_view(x.expand(2, 3))
+    assert (source is x) != compat.PUBLIC_ONLY
+    assert torch.equal(source, x)
+    source.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
 
 
 def test_stored_entries(compat):
