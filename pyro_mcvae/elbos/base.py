@@ -516,7 +516,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     :param int num_particles: the number of draws.
     :param max_plate_nesting: the number of batch dims of plates. By default one extra run at the
-        first step determines it.
+        first step determines it. Assigning it later, as Pyro's ``Forecaster`` does, has no effect.
     :param vectorize_particles: None runs all particles in one batch if that gives the densities of
         a loop: in the outermost batch dim, or under ``vmap``. Otherwise it loops and logs the
         reason. True raises an error instead of looping; False always loops.

@@ -86,6 +86,11 @@ class Programs:
         outside = Dependencies.of(*self.pair, executed=ExecutedCode(unknown=True))
         return outside.with_arguments(*self.args, *self.kwargs.values())
 
+    @cached_property
+    def marked_runs(self) -> dict[Hashable, Any]:
+        """Return the marked runs of this call so far, by the signature of their :class:`Run`."""
+        return {}
+
     def restored(self) -> AbstractContextManager[None]:
         """Return a context for extra runs, whose traces in the programs' state it removes."""
         return restored(self.read)

@@ -15,7 +15,12 @@ from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.ops.tensors import is_due, is_recording
 from pyro_mcvae.programs.fingerprint import Fingerprint
 from pyro_mcvae.programs.isolation import rewindable
-from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode, GeneratorStates
+from pyro_mcvae.programs.outside_values import (
+    Dependencies,
+    ExecutedCode,
+    GeneratorStates,
+    attribute,
+)
 from pyro_mcvae.programs.run import Call, Programs
 from pyro_mcvae.programs.types import Program
 
@@ -235,9 +240,9 @@ _ANEW = (
 )
 
 
-def _code_of(pair: tuple[Program, Program]) -> tuple[object, ...]:
-    """Return what is equal for programs that a loop makes anew."""
-    return tuple(getattr(p, "__code__", p) for p in map(poutine.unwrap, pair))
+def _code_of(pair: tuple[Program, Program]) -> tuple[int, ...]:
+    """Return the ids of the code that programs share if each step of a loop makes them."""
+    return tuple(id(attribute(p, "__code__", p)) for p in map(poutine.unwrap, pair))
 
 
 class Analyses:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import pyro
 import torch
@@ -662,18 +661,10 @@ def marked(programs: Programs, run: Run) -> MarkedRun:
 
     :raises MarkedRunError: from the programs' error.
     """
-    runs = _of_call(programs)
+    runs: dict[Hashable, MarkedRun] = programs.marked_runs
     if run.signature not in runs:
         runs[run.signature] = _marked(programs, run)
     return runs[run.signature]
-
-
-# The marked runs of each call, by the signature of their run.
-_RUNS: WeakKeyDictionary[Programs, dict[Hashable, MarkedRun]] = WeakKeyDictionary()
-
-
-def _of_call(programs: Programs) -> dict[Hashable, MarkedRun]:
-    return _RUNS.setdefault(programs, {})
 
 
 def _marked(programs: Programs, run: Run) -> MarkedRun:
@@ -704,7 +695,7 @@ def checked_marked_run(programs: Programs, strict_enumeration: bool) -> Run:
     terms = tuple(t for t in found.terms.values() if not (t.in_guide and observes_data(t.site)))
     is_whole = found.terms.keys() == found.whole.keys()
     run = checked(*traces, found.subsamples, strict_enumeration, terms if is_whole else None)
-    _of_call(programs)[run.signature] = _without_own_branches(programs, found)
+    programs.marked_runs[run.signature] = _without_own_branches(programs, found)
     return run
 
 

@@ -156,8 +156,7 @@ def _load_module(module: nn.Module, state: Mapping[str, Saved]) -> None:
     """Overwrite the tensors of a module in place."""
     for path, inner in module.named_modules():
         prefix = f"{path}." if path else ""
-        own = inner.named_buffers(recurse=False)
-        buffers = [prefix + name for name, _ in own]
+        buffers = [prefix + name for name, _ in inner.named_buffers(recurse=False)]
         if hasattr(inner, "forget") and any(name not in state for name in buffers):
             inner.forget()  # saved before its first call
     module.load_state_dict(state)
@@ -504,11 +503,8 @@ def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
 
 def _undo(parts: Mapping[str, Part], modules: Mapping[str, nn.Module]) -> Undo:
     """Return a function that restores all that a checkpoint changes, as it is now."""
-    stored, rng, restore_modules = (
-        stored_modules(modules),
-        rng_state(),
-        undo_training(modules.values()),
-    )
+    stored, rng = stored_modules(modules), rng_state()
+    restore_modules = undo_training(modules.values())
     names = {path: module.param_name for path, module in stored.items()}
     others = [part for part in parts.values() if part.module is None]
     states = [copy.deepcopy(part.save()) for part in others]
