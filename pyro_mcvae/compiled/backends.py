@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 from pyro_mcvae.compiled.graph import quick
 from pyro_mcvae.compiled.inductor import Run, compile_by_inductor
 from pyro_mcvae.compiled.repeats import Outline, outline
-from pyro_mcvae.ops.compat import PUBLIC_ONLY, RANDOM_NUMBERS, inductor_options, torch_compiled
+from pyro_mcvae.ops.compat import (
+    PUBLIC_ONLY,
+    RANDOM_NUMBERS,
+    inductor_options,
+    torch_compiled,
+    tree_leaves,
+    tree_map_only,
+)
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import first_line
 
@@ -24,10 +31,13 @@ from pyro_mcvae.programs.types import first_line
 # Rounding can flip a decision, such as a Metropolis test; the results then differ occasionally.
 _ATTEMPTS = 3
 # The allowed error of an output, in roundings of its largest entry; and as a multiple of its change
-# if every parameter is moved by as many. Long chains magnify errors, and a sum near zero can have
-# large terms. A sum of n terms in another order is off by up to about sqrt(n) roundings. Decisions
-# between near ties, such as which states are the best, are counted instead.
-_ROUNDINGS, _MAGNIFIED = 32, 2
+# if every parameter is moved by as many, and every result on the way by two. Long chains magnify
+# errors, and a sum near zero can have large terms. A sum of n terms in another order is off by up
+# to about sqrt(n) roundings. Decisions between near ties, such as which states are the best, are
+# counted instead.
+_ROUNDINGS, _MAGNIFIED, _ROUNDINGS_ON_THE_WAY = 32, 2, 2
+# The errors of two results can cancel by chance: the largest change of so many runs counts.
+_MOVES = 3
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
@@ -37,12 +47,13 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     return _is_close(actual, expected, torch.zeros(()))
 
 
-def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]]) -> list[int]:
+def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[int], list[Tensor]]) -> list[int]:
     """
     Return the outputs of a graph that differ from another computation by more than rounding.
 
     :param pairs: each output of the graph, with that of the other computation.
-    :param moved: computes the graph's outputs again, with every parameter moved a little.
+    :param moved: computes the graph's outputs again with other roundings, for a number that
+        chooses them: see :func:`moved_outputs`.
     """
     layouts = [n.meta["layout"] for n in graph.graph.nodes if "layout" in n.meta]
     largest, eps = max((math.prod(v.shape) for v in layouts), default=1), _coarsest(graph)
@@ -53,32 +64,76 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
 
     allowed = [error(expected) for expected, _ in pairs]
     off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, allowed[i])]
-    again = moved() if off else []
-    return [i for i in off if not _is_magnified(*pairs[i], again[i])]
+    again = [moved(i) for i in range(_MOVES)] if off else []
+    return [i for i in off if not _is_magnified(*pairs[i], [outputs[i] for outputs in again])]
 
 
-def _is_magnified(expected: Tensor, actual: Tensor, moved: Tensor) -> bool:
-    """Return whether an output changes about as much when every parameter is moved a little."""
+def _is_magnified(expected: Tensor, actual: Tensor, moved: list[Tensor]) -> bool:
+    """Return whether an output changes about as much when it is rounded otherwise on the way."""
     if expected.is_floating_point() or actual.shape != expected.shape:
-        change = moved.detach().double() - expected.detach().double()
-        return _is_close(actual, expected, _MAGNIFIED * _largest(change))
-    changed = moved != expected
-    return bool((actual != expected).sum() <= _MAGNIFIED * changed.sum())
+        changes = [_largest(m.detach().double() - expected.detach().double()) for m in moved]
+        return _is_close(actual, expected, _MAGNIFIED * max(changes))
+    changed = max((m != expected).sum() for m in moved)
+    return bool((actual != expected).sum() <= _MAGNIFIED * changed)
 
 
-def perturbed(inputs: list[Tensor], graph: GraphModule) -> list[Tensor]:
+def moved_outputs(graph: GraphModule, inputs: list[Tensor], seed: int) -> list[Tensor]:
     """
-    Return the inputs with an error in each parameter, or in each input if there are none.
+    Compute a graph with an error in each parameter, and in each result on the way.
+
+    If there are no parameters, each input has an error.
+
+    :param seed: chooses the signs of the errors.
     """
-    known = any(t.requires_grad for t in inputs)
-    eps, moved = _coarsest(graph), []
-    for t in inputs:
-        if t.is_floating_point() and (t.requires_grad or not known):
-            # The signs are the same each time, and use no random numbers.
-            signs = torch.arange(1, t.numel() + 1, device=t.device).sin().sign().reshape(t.shape)
-            t = t.detach() * (1 + _ROUNDINGS * eps * signs).to(t.dtype)
-        moved.append(t)
-    return moved
+    known, error = any(t.requires_grad for t in inputs), _Errors(_coarsest(graph), seed)
+    moved = [
+        error(t.detach(), _ROUNDINGS) if t.requires_grad or not known else t.detach()
+        for t in inputs
+    ]
+    outputs: list[Tensor] = _Rounded(graph, error).run(*moved)
+    return outputs
+
+
+class _Errors:
+    """Moves values by some roundings, with signs from a generator of its own."""
+
+    def __init__(self, eps: float, seed: int) -> None:
+        self._eps, self._signs = eps, torch.Generator().manual_seed(seed)
+
+    def __call__(self, values: Tensor, roundings: int) -> Tensor:
+        if not values.is_floating_point() or _are_whole(values, 1 / self._eps):
+            return values
+        signs = torch.empty(values.shape).bernoulli_(0.5, generator=self._signs) * 2 - 1
+        error = signs.double().mul(roundings * self._eps).to(values.device)
+        return values * (1 + error).to(values.dtype)
+
+
+def _are_whole(values: Tensor, most: float) -> bool:
+    """Return whether all entries are exact: masks, counts and indices."""
+    return bool(((values == values.round()) & (values.abs() < most)).all())
+
+
+class _Rounded(Interpreter):
+    """Runs a graph with an error in each result, such as other kernels may have."""
+
+    def __init__(self, graph: GraphModule, error: _Errors) -> None:
+        super().__init__(graph)
+        self._error = error
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        known = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+
+        def rounded(value: Tensor) -> Tensor:
+            # A view, and a tensor that was written to, have the errors that they were made with.
+            is_new = _memory(value) not in known
+            return self._error(value, _ROUNDINGS_ON_THE_WAY) if is_new else value
+
+        return tree_map_only(Tensor, rounded, result)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def check_kernels(
@@ -97,10 +152,9 @@ def check_kernels(
         pairs = list(zip(graph(*example), actual, strict=True))
         after = Generators()
 
-        def moved(again: Generators = again) -> list[Tensor]:
+        def moved(seed: int, again: Generators = again) -> list[Tensor]:
             again.put_back()
-            outputs: list[Tensor] = graph(*perturbed(example, graph))
-            return outputs
+            return moved_outputs(graph, example, seed)
 
         wrong = differing(pairs, graph, moved)
         after.put_back()

@@ -14,7 +14,7 @@ from pyro.infer.elbo import ELBO
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, perturbed
+from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, moved_outputs
 from pyro_mcvae.compiled.recording import (
     Args,
     Call,
@@ -187,10 +187,10 @@ class Specialization:
         after = Generators()
         if all(map(bool, outcome.assumed)) and bool(loss.isfinite()):
 
-            def moved() -> list[Tensor]:
+            def moved(seed: int) -> list[Tensor]:
                 begin.put_back()
-                inputs = perturbed(recording.inputs(call), recording.graph)
-                again = recording.replay(recording.graph, inputs)
+                inputs = recording.inputs(call)
+                again = recording.outcome(moved_outputs(recording.graph, inputs, seed))
                 new = [new[-1] for *_, new in recording.updated(again)]
                 return [again.loss, *again.gradients, *new]
 

@@ -142,6 +142,24 @@ def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -
     check_kernels(reordered, graph, [*constants, x])
 
 
+def test_the_rounding_of_large_terms_that_cancel_is_no_error() -> None:
+    # A ratio of two densities near 1, such as an acceptance rate, from log densities near 1000.
+    x = 3 * torch.randn(200, dtype=torch.float32)
+    shift = nn.Parameter(torch.tensor(1e-3, dtype=torch.float32))
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [((x + shift).square().sum() - x.square().sum()).exp()]
+
+    graph, constants, _ = as_function(*trace(function, [x]))
+    graph = GraphModule(nn.Module(), graph.graph)
+    expected = graph(*constants, x)[0]
+    rounding = x.square().sum() * torch.finfo(x.dtype).eps
+    assert rounding > 5 * 32 * torch.finfo(x.dtype).eps
+    check_kernels(lambda *_: [expected * (1 + rounding)], graph, [*constants, x])
+    with pytest.raises(RuntimeError, match="output 0 of 1"):
+        check_kernels(lambda *_: [expected * (1 + 30 * rounding)], graph, [*constants, x])
+
+
 def test_kernels_are_compared_at_later_uses_too(caplog: pytest.LogCaptureFixture) -> None:
     """From their ninth call on these are wrong, which the next comparison finds."""
 
