@@ -5,7 +5,7 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.programs.types import LEADING
+from pyro_mcvae.programs.types import PARTICLE_PLATE
 
 
 class Fix(Messenger):
@@ -27,9 +27,9 @@ def values_of(run, subsamples, k):
         if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
             continue
         value, frames = site["value"].detach(), site["cond_indep_stack"]
-        if any(f.name == LEADING for f in frames):
+        if any(f.name == PARTICLE_PLATE for f in frames):
             value = value[k]
-        depth = max((-f.dim for f in frames if f.dim and f.name != LEADING), default=0)
+        depth = max((-f.dim for f in frames if f.dim and f.name != PARTICLE_PLATE), default=0)
         while value.dim() > depth + site["fn"].event_dim and value.shape[0] == 1:
             value = value[0]
         # A copy: nothing that is cached at the drawn tensor is found again.

@@ -15,10 +15,10 @@ from torch import Tensor
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
-from pyro_mcvae.programs.messengers import Leading
+from pyro_mcvae.programs.messengers import LeadingDims
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import changed_draw, is_random
-from pyro_mcvae.programs.types import LEADING, FactorKey, LeadingDimsError, Message, Site
+from pyro_mcvae.programs.types import PARTICLE_PLATE, FactorKey, LeadingDimsError, Message, Site
 from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analysis
@@ -31,12 +31,12 @@ from pyro_mcvae.structure.marked import (
     single_values,
 )
 
-# The contents of the leading dims of runs, for errors, and the remedies.
+# What the entries of the leading dims of runs are, for errors, and the remedies.
 
 
-class LeadingDimsName(NamedTuple):
+class Entries(NamedTuple):
     """
-    The contents of leading dims, for errors.
+    What the entries of leading dims are, for errors.
 
     :ivar remedy: how to run without leading dims; another remedy follows.
     :ivar sizes: the remedy for sizes that do not match.
@@ -51,14 +51,14 @@ _EXPAND = (
     "Where labels are joined with data, infer={'enumerate': 'parallel', 'expand': True} at the "
     "discrete site gives its values the sizes of the plates. "
 )
-PARTICLES = LeadingDimsName("vectorized particles", "Pass vectorize_particles=False, or")
-STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
-ENUMERATED = LeadingDimsName(
+PARTICLES = Entries("vectorized particles", "Pass vectorize_particles=False, or")
+STATES = Entries("states side by side", "Pass vectorize_particles=False, or")
+ENUMERATED = Entries(
     "all values of its enumerated sites",
     "Remove infer={'enumerate': 'parallel'} and draw these in the guide, or",
     _EXPAND,
 )
-SLOTS = LeadingDimsName(
+SLOTS = Entries(
     "slots of discrete sites and vectorized particles",
     "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
     _EXPAND,
@@ -66,7 +66,7 @@ SLOTS = LeadingDimsName(
 
 
 def not_vectorizable(
-    name: LeadingDimsName, count: int | None, nesting: int, error: Exception
+    name: Entries, count: int | None, nesting: int, error: Exception
 ) -> LeadingDimsError:
     """Return the error for programs that fail only with leading dims."""
     several = f"{count} {name.name}" if count is not None else name.name
@@ -88,7 +88,7 @@ def not_vectorizable(
 class NotComparedError(LeadingDimsError):
     """Programs run with leading dims, but cannot be compared with single runs."""
 
-    def __init__(self, name: LeadingDimsName, error: Exception) -> None:
+    def __init__(self, name: Entries, error: Exception) -> None:
         super().__init__(
             f"the {name.name} cannot be compared with runs of one: {error}. {name.remedy} make the "
             f"model and guide run at any latents",
@@ -142,14 +142,14 @@ def _in_sum(batched: Tensor, single: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class LeadingRun:
+class BatchCheck:
     """
-    A batched run of particles, slots or states.
+    The check of a batched run of particles, slots or states against single runs.
 
     :ivar run: a run with the programs' plates and sizes.
     :ivar shared: the guide's and the model's sites that all particles share.
     :ivar mode: how the particles are vectorized.
-    :ivar name: the contents of the leading dims.
+    :ivar name: what the entries of the leading dims are.
     :ivar ran: whether ``run`` was vectorized in the same way, so this vectorization is possible.
     :ivar mixes: whether batch normalization may treat all particles as one batch.
     """
@@ -158,7 +158,7 @@ class LeadingRun:
     run: Run
     shared: GlobalSites
     mode: Mode
-    name: LeadingDimsName
+    name: Entries
     ran: bool = True
     mixes: bool = True
 
@@ -213,7 +213,7 @@ class LeadingRun:
 
         def sample_fn(msg: Message) -> Tensor | None:
             value, fn = values.get(msg["name"]), msg["fn"]
-            if value is None or all(f.name != LEADING for f in msg["cond_indep_stack"]):
+            if value is None or all(f.name != PARTICLE_PLATE for f in msg["cond_indep_stack"]):
                 return value
             drawn = fn(*msg["args"], **msg["kwargs"])
             dim = drawn.dim() - fn.event_dim - self.run.nesting - 1
@@ -408,7 +408,7 @@ def check_states(programs: Programs, run: Run) -> None:
 def _compare_states(programs: Programs, run: Run) -> None:
     values = single_values(run)
     batched = marked_run(
-        programs, run.subsamples, values=values, leading=Leading(state_dim=-1 - run.nesting)
+        programs, run.subsamples, values=values, leading=LeadingDims(state_dim=-1 - run.nesting)
     )
     sites = [t.site for t in batched.terms.values() if is_state(t.site)]
     states = {s["name"]: support_of_state(s) for s in sites}
@@ -461,22 +461,22 @@ def _state_mismatch(key: FactorKey, sums: str) -> RuntimeError:
 _logger = logging.getLogger(__name__)
 
 
-def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool) -> None:
+def compare_leading_dims(analysis: Analysis, batch: BatchCheck, trusted: bool) -> None:
     """
     Check that a batched run has the densities of a loop.
 
     :param bool trusted: whether the user declares that the programs broadcast over leading dims;
         then programs that cannot be compared with single runs only cause a warning.
-    :raises LeadingDimsError: as in :class:`LeadingRun`.
+    :raises LeadingDimsError: as in :class:`BatchCheck`.
     """
     # The key is without the number of particles, because the comparison uses another number.
-    key = "compared", leading.run.signature, leading.shared, leading.mode
+    key = "compared", batch.run.signature, batch.shared, batch.mode
 
     def compare() -> bool:
         try:
-            leading.check()
+            batch.check()
         except NotComparedError as error:
-            if not (trusted and leading.ran):
+            if not (trusted and batch.ran):
                 raise
             _logger.warning("%s (vectorize_particles=True is trusted)", error)
         return True

@@ -35,7 +35,7 @@ from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import changed_draw, is_random, is_scored, reparameterized
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import LEADING, SLOT_OPTIONS, Message, SiteError, options_of
+from pyro_mcvae.programs.types import PARTICLE_PLATE, SLOT_OPTIONS, Message, SiteError, options_of
 from pyro_mcvae.structure.marked import dependencies_of
 
 # Plans: the discrete sites with slots in the rows of a step, and the order of the rows.
@@ -140,7 +140,7 @@ def make_plan(
 def _joined(term: Term, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Return the dims inside the block, of plates and outside plates."""
     frames, batch = term.site["cond_indep_stack"], term.site["fn"].batch_shape
-    leads = {f.dim for f in frames if f.name == LEADING}
+    leads = {f.dim for f in frames if f.name == PARTICLE_PLATE}
     inner = set(range(-len(batch), 0)) - set(dims) - leads
     return tuple(sorted(d for d in inner if batch[d] > 1))
 

@@ -18,8 +18,8 @@ from pyro_mcvae.checks.faults import check_flows
 from pyro_mcvae.checks.vectorization import (
     ENUMERATED,
     PARTICLES,
-    LeadingDimsName,
-    LeadingRun,
+    BatchCheck,
+    Entries,
     compare_leading_dims,
     compare_states,
     not_vectorizable,
@@ -35,7 +35,7 @@ from pyro_mcvae.programs.contract import (
     single_run,
 )
 from pyro_mcvae.programs.enumeration import has_unsummed_states
-from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, Substitutes
+from pyro_mcvae.programs.messengers import ALONE, LeadingDims, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms_of
 from pyro_mcvae.programs.types import LeadingDimsError, SiteError
 from pyro_mcvae.programs.vmap import Mode, particle_plates
@@ -68,14 +68,14 @@ class Layout:
     mode: Mode = Mode.BATCHED
     sums: bool = False
 
-    def leading(self) -> Leading:
+    def leading(self) -> LeadingDims:
         """Return the leading dims of one run, with new particle plates."""
         if self.nesting is None:
             return ALONE
         dim = -self.nesting - 1
         state_dim = dim - (self.count is not None) if self.sums else None
         if self.count is None:
-            return Leading(state_dim=state_dim)
+            return LeadingDims(state_dim=state_dim)
         return particle_plates(self.mode, self.count, dim, self.shared, state_dim)
 
     def run(self, programs: Programs, substitutes: Substitutes) -> Run:
@@ -84,7 +84,7 @@ class Layout:
         return self.run_of(*run_pair(programs, substitutes, leading), leading, substitutes)
 
     def run_of(
-        self, guide_trace: Trace, model_trace: Trace, leading: Leading, substitutes: Substitutes
+        self, guide_trace: Trace, model_trace: Trace, leading: LeadingDims, substitutes: Substitutes
     ) -> Run:
         """Return the run of two traces, recorded with these leading dims."""
         nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
@@ -105,7 +105,7 @@ class Execution:
     :ivar find_shared: finds these sites from a run; None if they are certain. If they differ from
         the assumed ones, the run is repeated.
     :ivar depends: whether a run without leading dims depends on these sites, too.
-    :ivar name: the contents of the leading dims, for errors.
+    :ivar name: what the entries of the leading dims are, for errors.
     :ivar several: whether there may be leading dims (of slots) although ``count`` is None.
     :ivar nesting: the number of batch dims of plates, if known.
     :ivar compared: another model and guide, whose runs with and without leading dims are compared;
@@ -119,7 +119,7 @@ class Execution:
     shared: GlobalSites = _NONE
     find_shared: Callable[[Run], GlobalSites] | None = None
     depends: bool = True
-    name: LeadingDimsName = PARTICLES
+    name: Entries = PARTICLES
     several: bool = False
     nesting: int | None = None
     compared: Programs | None = None
@@ -228,14 +228,7 @@ class Runner:
         with self.analyses.rewindable(execution.key, may_repeat) as rewind:
             while True:
                 try:
-                    return self._attempt(execution, self._layout(execution, count, shared))
-                except _RepeatError as changed:
-                    if count is not None and attempt == _MAX_ATTEMPTS:
-                        raise unstable_sharing(attempt, changed.names) from None
-                    shared, attempt = changed.shared, attempt + 1
-                    if rewind():
-                        # The generators draw the same minibatch again.
-                        _restore(execution.subsamples, before)
+                    result = self._attempt(execution, self._layout(execution, count, shared))
                 except LeadingDimsError as error:
                     rewind()  # one seed, one number
                     _restore(execution.subsamples, before)
@@ -243,6 +236,15 @@ class Runner:
                     if looped or self._choose(execution, error) is Mode.LOOPED:
                         raise
                     shared = execution.shared
+                    continue
+                if isinstance(result, Run):
+                    return result
+                if count is not None and attempt == _MAX_ATTEMPTS:
+                    raise unstable_sharing(attempt, result.guide | result.model)
+                shared, attempt = result, attempt + 1
+                if rewind():
+                    # The generators draw the same minibatch again.
+                    _restore(execution.subsamples, before)
 
     def _layout(self, execution: Execution, count: int | None, shared: GlobalSites) -> Layout:
         """Return the layout of a run of ``count`` particles."""
@@ -254,65 +256,69 @@ class Runner:
             mode = self.mode(execution.key) or self._choose(execution)
         return Layout(count, self._nesting(execution), shared, mode, sums)
 
-    def _attempt(self, execution: Execution, layout: Layout) -> Run:
-        """Return a checked run, if it has the assumed shared sites."""
+    def _attempt(self, execution: Execution, layout: Layout) -> Run | GlobalSites:
+        """Return a checked run; the sites to share if it has to be repeated."""
         shared = layout.shared
-        run, checked = self._execute(execution, layout)
+        kind = layout.count is None, layout.mode, layout.sums, execution.compared is None
+        try:
+            run = self.analyses.run(execution.key, kind, partial(execution.execute, layout))
+            checked = run is not None and self._is_known(execution.key, run, shared)
+            fits = checked or execution.compared is not None
+            if run is None or not (fits or self._keeps_contract(execution, layout, run)):
+                return shared
+        except (SiteError, LeadingDimsError, StopRecomputation):
+            raise
+        except Exception as error:
+            if layout.nesting is None:
+                raise
+            if self._has_other_plates(execution, layout.nesting):
+                return shared
+            if self._fails_alone(execution, layout):
+                # What ran at these sizes may be other operations, under another flag.
+                other = self.analyses.renew(execution.key)
+                if other and self._choose(execution) is not layout.mode:
+                    return shared
+                raise
+            name = ENUMERATED if layout.count is None and layout.sums else execution.name
+            raise not_vectorizable(name, layout.count, layout.nesting, error) from error
         actual = shared if execution.find_shared is None else execution.find_shared(run)
         if actual != shared and (execution.depends or run.leading is not None):
             # The wrong sites were drawn once for all particles.
-            raise _RepeatError(actual)
+            return actual
         self._has_run = True
         final = without_auxiliary(execution.programs, run, self.analyses)
         if not checked:
             self._check_run(execution, final, shared)
         return final
 
-    def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
-        """Return a run, and whether one of its form was checked before."""
-        try:
-            kind = layout.count is None, layout.mode, layout.sums, execution.compared is None
-            run = self.analyses.run(execution.key, kind, partial(execution.execute, layout))
-            if run is None:
-                raise _RepeatError(layout.shared)
-            checked = self._is_known(execution.key, run, layout.shared)
-            if not checked and execution.compared is None:
-                self._check_contract(execution, layout, run)
-            return run, checked
-        except (SiteError, LeadingDimsError, _RepeatError, StopRecomputation):
-            raise
-        except Exception as error:
-            if layout.nesting is None:
-                raise
-            raise self._cause(execution, layout, error) from error
-
-    def _cause(self, execution: Execution, layout: Layout, error: Exception) -> Exception:
-        """
-        Return the cause of an error of programs with leading dims.
-
-        :raises Exception: the programs' own error, if they also fail without leading dims. They do
-            so at the values of this step, if they have run at these sizes before.
-        """
+    def _has_other_plates(self, execution: Execution, nesting: int) -> bool:
+        """Return whether the plates have changed since the last step."""
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
-        if execution.nesting is None and self._is_open and actual != layout.nesting:
-            # The plates have changed since the last step.
+        changed = execution.nesting is None and self._is_open and actual != nesting
+        if changed:
             self._keep(execution.key, _NESTING, actual)
-            return _RepeatError(layout.shared)
-        assert layout.nesting is not None
-        if layout.count is not None:
-            ran = self._finding(execution.key, _ran_key(self._single(execution), layout.count))
-            if ran or (ran is False and not torch.is_grad_enabled()):
-                raise error
-        name = ENUMERATED if layout.count is None and layout.sums else execution.name
-        return not_vectorizable(name, layout.count, layout.nesting, error)
+        return changed
+
+    def _fails_alone(self, execution: Execution, layout: Layout) -> bool:
+        """
+        Return whether programs that failed with leading dims would fail without them.
+
+        They would at the values of this step, if they have run at these sizes before.
+
+        :raises Exception: their own error, if they fail at other values, too.
+        """
+        if layout.count is None:
+            return False
+        ran = self._finding(execution.key, _ran_key(self._single(execution), layout.count))
+        return bool(ran or (ran is False and not torch.is_grad_enabled()))
 
     def check(
         self,
         programs: Programs,
         run: Run,
         shared: GlobalSites,
-        name: LeadingDimsName = PARTICLES,
+        name: Entries = PARTICLES,
     ) -> None:
         """Check a run from elsewhere, unless a run of the same structure and sizes was checked."""
         if self._is_known(programs, run, shared):
@@ -342,8 +348,8 @@ class Runner:
             # separately.
             mode = Mode.BATCHED if run.leading is None else self.mode(programs) or Mode.BATCHED
             one = _without_slots(run) if run.leading is None else shared
-            leading = LeadingRun(programs, run, one, mode, execution.name)
-            compare_leading_dims(analysis, leading, self.refuses_loops)
+            batch = BatchCheck(programs, run, one, mode, execution.name)
+            compare_leading_dims(analysis, batch, self.refuses_loops)
         if any(t.members for t in run.terms):
             compare_states(analysis, programs, run)
         if execution.check is not None:
@@ -369,7 +375,8 @@ class Runner:
         if leads:
             check_batch_dims(run.terms, run.nesting)
 
-    def _check_contract(self, execution: Execution, layout: Layout, run: Run) -> None:
+    def _keeps_contract(self, execution: Execution, layout: Layout, run: Run) -> bool:
+        """Check a new run; return whether it has no enumerated sites that another one sums."""
         if layout.nesting is None:
             self.check_nesting(run.nesting)
         elif nesting_of(run.guide_trace, run.model_trace) > layout.nesting:
@@ -379,12 +386,13 @@ class Runner:
         if may_sum and has_unsummed_states(run.guide_trace, run.model_trace):
             self._keep(execution.key, _SUMS, True)
             self.analyses.forget_run(execution.key)
-            raise _RepeatError(layout.shared)
+            return False
         depth = self.declared_nesting
         if layout.nesting is not None:
             depth = layout.nesting + (layout.count is not None)
         leads = layout.count is not None and not execution.several
         self._check_pair(run, depth, leads)
+        return True
 
     def _nesting(self, execution: Execution) -> int:
         if execution.nesting is not None:
@@ -427,9 +435,9 @@ class Runner:
         if before is not None:
             modes = [] if before is Mode.LOOPED else modes[modes.index(before) + len(errors) :]
         for mode in modes:
-            leading = LeadingRun(programs, run, shared, mode, name, False, self.refuses_loops)
+            batch = BatchCheck(programs, run, shared, mode, name, False, self.refuses_loops)
             try:
-                compare_leading_dims(analysis, leading, False)
+                compare_leading_dims(analysis, batch, False)
             except LeadingDimsError as failure:
                 errors[mode] = failure
                 continue
@@ -469,13 +477,6 @@ class Runner:
         return checked_marked_run(programs, self.strict_enumeration)
 
 
-class _RepeatError(Exception):
-    """Other sites are shared, the plates have changed, or enumerated sites have to be summed."""
-
-    def __init__(self, shared: GlobalSites) -> None:
-        self.shared, self.names = shared, shared.guide | shared.model
-
-
 def _without_slots(run: Run) -> GlobalSites:
     """Return the guide's sites without slots in a run without particles."""
     shared = set()
@@ -502,7 +503,7 @@ def _ran_key(run: Run, count: int | None) -> tuple[Hashable, ...]:
 
 
 def _log_choice(
-    programs: Programs, mode: Mode, name: LeadingDimsName, errors: dict[Mode, LeadingDimsError]
+    programs: Programs, mode: Mode, name: Entries, errors: dict[Mode, LeadingDimsError]
 ) -> None:
     model = poutine.unwrap(programs.model)
     # The first vmap error is usually the one that the user can fix.

@@ -25,7 +25,7 @@ from torch.distributions import constraints
 from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.ops.compat import ENUMERATE_DIM
 from pyro_mcvae.programs.enumeration import is_state
-from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
+from pyro_mcvae.programs.messengers import LeadingDims, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, run_pair, terms_of
 from pyro_mcvae.programs.sites import (
     elementwise,
@@ -36,7 +36,7 @@ from pyro_mcvae.programs.sites import (
     nonfinite_report,
     observes_data,
 )
-from pyro_mcvae.programs.types import LEADING, Message, Site, is_subsampled
+from pyro_mcvae.programs.types import PARTICLE_PLATE, Message, Site, is_subsampled
 
 if TYPE_CHECKING:
     from pyro_mcvae.programs.terms import Term
@@ -152,7 +152,7 @@ def _check_same_plates(run: Run) -> None:
 
 def _frames(site: Site) -> list[Frame]:
     """Return the user's plates around a site, the outermost one first."""
-    return [f for f in site["cond_indep_stack"] if f.name != LEADING]
+    return [f for f in site["cond_indep_stack"] if f.name != PARTICLE_PLATE]
 
 
 def _match(frame: Frame, frames: list[Frame]) -> Frame | None:
@@ -265,7 +265,7 @@ def _comparable(*traces: Trace) -> list[Trace]:
 
 def _leads(site: Site) -> bool:
     stack = site["cond_indep_stack"] if site["type"] == "sample" else ()
-    return any(frame.name == LEADING for frame in stack)
+    return any(frame.name == PARTICLE_PLATE for frame in stack)
 
 
 def check_batch_dims(terms: Sequence[Term], nesting: int) -> None:
@@ -310,7 +310,7 @@ def nesting_of(*traces: Trace) -> int:
         for site in trace.nodes.values()
         if site["type"] == "sample" and not site_is_subsample(site)
         for frame in site["cond_indep_stack"]
-        if frame.dim is not None and frame.name != LEADING
+        if frame.dim is not None and frame.name != PARTICLE_PLATE
     ]
     return -min(dims, default=0)
 
@@ -325,7 +325,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
     state_dim = None if sums_in is None else -sums_in - 1
     with programs.isolated():
         batch = Minibatch()
-        traces = run_pair(programs, Substitutes(batch), Leading(state_dim=state_dim))
+        traces = run_pair(programs, Substitutes(batch), LeadingDims(state_dim=state_dim))
         terms, nesting = terms_of(*traces, state_dim), nesting_of(*traces)
         return Run(*traces, terms, nesting, None, subsamples=batch, state_dim=state_dim)
 

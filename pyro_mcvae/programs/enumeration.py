@@ -27,7 +27,7 @@ from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.supports import Categories, support_of
 from pyro_mcvae.programs.terms import Term, model_term, scored
 from pyro_mcvae.programs.types import (
-    LEADING,
+    PARTICLE_PLATE,
     Distribution,
     Message,
     Site,
@@ -233,7 +233,7 @@ def plates_of(site: Site, trace: Trace) -> frozenset[str]:
     """Return the symbols of the plates around a site of a trace whose dims have symbols."""
     frames = site["cond_indep_stack"]
     return frozenset(
-        trace.plate_to_symbol[f.name] for f in frames if f.vectorized and f.name != LEADING
+        trace.plate_to_symbol[f.name] for f in frames if f.vectorized and f.name != PARTICLE_PLATE
     )
 
 
@@ -428,7 +428,7 @@ def _shared_frames(
     """Yield the plates of a sum, with the particles' and sequential plates, outermost first."""
     stacks = [t.site["cond_indep_stack"] for t in members]
     for f in state_site["cond_indep_stack"]:
-        if f.name == LEADING or (
+        if f.name == PARTICLE_PLATE or (
             trace.plate_to_symbol[f.name] in plates if f.vectorized else all(f in s for s in stacks)
         ):
             yield f

@@ -33,7 +33,7 @@ from pyro_mcvae.programs.sites import (
     without_autocast,
 )
 from pyro_mcvae.programs.source_lines import program_line
-from pyro_mcvae.programs.types import LEADING, Message, SiteError, check_options, note
+from pyro_mcvae.programs.types import PARTICLE_PLATE, Message, SiteError, check_options, note
 
 # The minibatch of a step, shared by all of its runs.
 
@@ -192,7 +192,7 @@ class ParticlePlate(IndepMessenger):
     """
 
     def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
-        super().__init__(LEADING, size, dim)
+        super().__init__(PARTICLE_PLATE, size, dim)
         self.depth = dim
         self.skip = skip
 
@@ -359,7 +359,7 @@ def score_function_draws(skip: frozenset[str]) -> SampleFn:
 # The dims to the left of the plates of a run.
 
 
-class Leading(NamedTuple):
+class LeadingDims(NamedTuple):
     """
     The leading dims of one run.
 
@@ -374,4 +374,4 @@ class Leading(NamedTuple):
     state_dim: int | None = None
 
 
-ALONE = Leading()
+ALONE = LeadingDims()

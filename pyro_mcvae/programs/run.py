@@ -26,7 +26,7 @@ from pyro_mcvae.programs.isolation import isolated, restored
 from pyro_mcvae.programs.log_values import leaf_of
 from pyro_mcvae.programs.messengers import (
     ALONE,
-    Leading,
+    LeadingDims,
     Minibatch,
     ModelNoise,
     ParticlePlate,
@@ -44,7 +44,7 @@ from pyro_mcvae.programs.terms import (
     observed_terms,
     scored,
 )
-from pyro_mcvae.programs.types import LEADING, Program, SiteChanges, SiteError
+from pyro_mcvae.programs.types import PARTICLE_PLATE, Program, SiteChanges, SiteError
 from pyro_mcvae.programs.vmap import Mode
 
 # Runs guide and model, one after the other, on one minibatch.
@@ -167,7 +167,7 @@ def _not_separate(programs: Programs) -> SiteError:
 
 
 def run_pair(
-    programs: Programs, substitutes: Substitutes, leading: Leading = ALONE
+    programs: Programs, substitutes: Substitutes, leading: LeadingDims = ALONE
 ) -> tuple[Trace, Trace]:
     """
     Run the guide, then the model on its draws.
@@ -190,7 +190,7 @@ def run_pair(
 
 
 def _run_messenger(
-    programs: Programs, substitutes: Substitutes, leading: Leading
+    programs: Programs, substitutes: Substitutes, leading: LeadingDims
 ) -> tuple[Trace, Trace]:
     """Run a GuideMessenger, which runs the model itself."""
     if substitutes.attached is not None:
@@ -207,7 +207,7 @@ def _run_messenger(
 
 
 def run_model(
-    programs: Programs, guide_trace: Trace, substitutes: Substitutes, leading: Leading = ALONE
+    programs: Programs, guide_trace: Trace, substitutes: Substitutes, leading: LeadingDims = ALONE
 ) -> Trace:
     """Run the model on the draws of a guide's trace; ``leading`` as in :func:`run_pair`."""
     state_dim = leading.state_dim
@@ -318,7 +318,7 @@ class Run:
     def inner_sizes(self) -> frozenset[int]:
         """Return the sizes of all dims of plates, events and enumerated sites."""
         sites = [m.site for t in self.terms for m in (t, *t.members)]
-        plates = {f.size for s in sites for f in s["cond_indep_stack"] if f.name != LEADING}
+        plates = {f.size for s in sites for f in s["cond_indep_stack"] if f.name != PARTICLE_PLATE}
         events = {n for s in sites for n in getattr(s["fn"], "event_shape", ())}
         return frozenset(plates | events).union(*(t.states for t in self.terms))
 
@@ -377,7 +377,7 @@ def model_factors(model_trace: Trace, state_dim: int | None, defers: bool = Fals
 
 
 def replay_model(
-    programs: Programs, run: Run, changes: SiteChanges, leading: Leading = ALONE
+    programs: Programs, run: Run, changes: SiteChanges, leading: LeadingDims = ALONE
 ) -> tuple[Run, bool]:
     """
     Run the model with other values of the guide's draws, on the same minibatch.

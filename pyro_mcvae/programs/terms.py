@@ -33,7 +33,7 @@ from pyro_mcvae.programs.sites import (
     with_mask,
 )
 from pyro_mcvae.programs.types import (
-    LEADING,
+    PARTICLE_PLATE,
     Distribution,
     FactorKey,
     Site,
@@ -125,7 +125,7 @@ class SiteForm(NamedTuple):
 
         It has the user's plates with their sizes, and which of them are subsampled.
         """
-        frames = [CondIndepStackFrame(*f) for f in self.plates if f[0] != LEADING]
+        frames = [CondIndepStackFrame(*f) for f in self.plates if f[0] != PARTICLE_PLATE]
         plates = tuple([(plate_key(f), f.size, is_subsampled(f)) for f in frames])
         inner = self.shapes[1], self.states, tuple([m.structure for m in self.members])
         return self.key, self.observed, self.draw, plates, inner

@@ -95,7 +95,7 @@ class FactorKey(NamedTuple):
 # The plates around a site: their keys, and how they scale its log density.
 
 # The plate of the particles; the name that Pyro's own vectorized objectives give it.
-LEADING = "num_particles_vectorized"
+PARTICLE_PLATE = "num_particles_vectorized"
 
 
 class PlateKey(NamedTuple):
@@ -120,7 +120,7 @@ def plate_key(frame: CondIndepStackFrame) -> PlateKey:
 
 def plate_frames(site: Site) -> frozenset[CondIndepStackFrame]:
     """Return the user's plates around a site, without the particles' plate; counters as in keys."""
-    frames = (f for f in site["cond_indep_stack"] if f.name != LEADING)
+    frames = (f for f in site["cond_indep_stack"] if f.name != PARTICLE_PLATE)
     return frozenset([f._replace(counter=plate_key(f).counter) if f.counter else f for f in frames])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.ops.compat import mask_of
 from pyro_mcvae.ops.vmap_dims import VmapDims
-from pyro_mcvae.programs.messengers import Leading, ParticlePlate
+from pyro_mcvae.programs.messengers import LeadingDims, ParticlePlate
 from pyro_mcvae.programs.methods import has_methods_of
 from pyro_mcvae.programs.sites import changed_draw, check_support, site_in_full_precision
 from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
@@ -150,16 +150,16 @@ def particle_plates(
     dim: int,
     shared: tuple[frozenset[str], frozenset[str]],
     state_dim: int | None = None,
-) -> Leading:
+) -> LeadingDims:
     """
     Return new particle plates for the guide and for the model.
 
     :param shared: for guide and model, the sites that all particles share.
-    :param state_dim: as in :class:`~pyro_mcvae.programs.messengers.Leading`.
+    :param state_dim: as in :class:`~pyro_mcvae.programs.messengers.LeadingDims`.
     """
     guide = MappedPlate if mode is Mode.BOTH_MAPPED else ParticlePlate
     model = ParticlePlate if mode is Mode.BATCHED else MappedPlate
-    return Leading(guide(count, dim, shared[0]), model(count, dim, shared[1]), state_dim)
+    return LeadingDims(guide(count, dim, shared[0]), model(count, dim, shared[1]), state_dim)
 
 
 class MappedPlate(ParticlePlate):

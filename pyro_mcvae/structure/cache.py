@@ -152,11 +152,21 @@ class _Use:
 
 
 class _Pair:
-    """One model and guide, with an analysis for each set of operations that they execute."""
+    """
+    One model and guide, with an analysis for each set of operations that they execute.
 
-    def __init__(self, pair: tuple[Program, Program]) -> None:
+    :param like: the last pair of the same code. A loop may make one at each step, such as
+        ``poutine.condition(model, ...)``. It begins with the analyses of that pair, because these
+        belong to operations; the 2nd, 4th, 8th, ... of them begins without.
+    """
+
+    def __init__(self, pair: tuple[Program, Program], like: _Pair | None) -> None:
         self.programs = pair
+        self._made: int = 1 if like is None else like._made + 1
         self._analyses: dict[int, Analysis] = {}  # the most recent is the last
+        if like is not None and not is_due(self._made):
+            # 0 stands for operations that are not known.
+            self._analyses |= {f: a for f, a in like._analyses.items() if f}
         self._watches: dict[Hashable, list[_Watch]] = {}
         self._last: _Use | None = None
         self.read: Dependencies | None = None  # by the last run that was watched
@@ -230,13 +240,6 @@ class OutdatedAnalysisError(Exception):
 _ITERATOR = (
     "the model or guide reads an iterator (%s): it also runs to be analyzed, and the items that it "
     "takes then are not seen by a training step. Pass the items as an argument"
-)
-
-
-_ANEW = (
-    "the model or guide is another object at each step, such as poutine.condition(model, ...) or a "
-    "lambda in the training loop, so each step analyzes it, in several runs: make it once, before "
-    "the loop"
 )
 
 
@@ -331,6 +334,14 @@ class Analyses:
             self._warn(_ITERATOR % read.iterator)
         return read.with_arguments(*programs.args, *programs.kwargs.values())
 
+    def renew(self, programs: Programs) -> bool:
+        """Begin an analysis for a call that may execute other operations; return whether it may."""
+        use = self._use(programs)
+        if use.is_known or is_recording():
+            return False
+        use.analysis = Analysis()
+        return True
+
     def forget_run(self, programs: Programs) -> None:
         """Take the fingerprint of the next run, which a new finding lays out in another way."""
         use = self._use(programs)
@@ -343,10 +354,10 @@ class Analyses:
             return self._uses[programs]
         if not self._pairs or self._pairs[0].programs != programs.pair:
             pair = next((p for p in self._pairs if p.programs == programs.pair), None)
-            pairs = programs.pair, *(p.programs for p in self._pairs)
-            if pair is None and len(pairs) > _MAX_PAIRS and len({*map(_code_of, pairs)}) == 1:
-                self._warn(_ANEW)
-            other_pairs = [p for p in self._pairs if p is not pair]
-            self._pairs = [pair or _Pair(programs.pair), *other_pairs][:_MAX_PAIRS]
+            other_pairs, code = [p for p in self._pairs if p is not pair], _code_of(programs.pair)
+            if pair is None:
+                like = next((p for p in self._pairs if _code_of(p.programs) == code), None)
+                pair = _Pair(programs.pair, like)
+            self._pairs = [pair, *other_pairs][:_MAX_PAIRS]
         use = self._uses[programs] = self._pairs[0].begin(programs.call)
         return use

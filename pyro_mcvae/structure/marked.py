@@ -32,7 +32,7 @@ from pyro_mcvae.ops.marks import WORD, Draw, Marks, Step, bits_of, mask_of_bits,
 from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import checked, checked_run, drawn_inside
 from pyro_mcvae.programs.distributions import may_cache
-from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
+from pyro_mcvae.programs.messengers import ALONE, LeadingDims, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.outside_values import GeneratorStates
 from pyro_mcvae.programs.run import Programs, Run, run_pair
 from pyro_mcvae.programs.sites import (
@@ -52,7 +52,7 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term, guide_term, model_term
 from pyro_mcvae.programs.types import (
-    LEADING,
+    PARTICLE_PLATE,
     FactorKey,
     Message,
     PlateKey,
@@ -404,8 +404,10 @@ class MarkedRun:
     @property
     def mixed(self) -> list[FactorKey]:
         """Return the factors of a batched run that depend on draws of other particles."""
-        sizes = [(dim, size) for name, dim, size in self.codes if name == LEADING]
-        return [k for k in self.bits if any(self._meets(k, LEADING, *size) for size in sizes)]
+        sizes = [(dim, size) for name, dim, size in self.codes if name == PARTICLE_PLATE]
+        return [
+            k for k in self.bits if any(self._meets(k, PARTICLE_PLATE, *size) for size in sizes)
+        ]
 
     @property
     def mixed_states(self) -> list[FactorKey]:
@@ -495,7 +497,7 @@ def marked_run(
     *,
     values: Mapping[str, Tensor] | None = None,
     sample_fn: SampleFn | None = None,
-    leading: Leading = ALONE,
+    leading: LeadingDims = ALONE,
     replayed: Sequence[Draw] = (),
     other_branch: Callable[[frozenset[str]], bool] | None = None,
 ) -> MarkedRun:

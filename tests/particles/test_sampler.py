@@ -14,7 +14,7 @@ from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.programs.types import LEADING
+from pyro_mcvae.programs.types import PARTICLE_PLATE
 from tests.params import in_turn
 from tests.tally import Tally
 from tests.zoo import EXAMPLES, data, nested, plain, subsampled
@@ -269,7 +269,7 @@ def test_a_deeper_model_is_looked_at_again(automatic, validate):
         for _ in range(2):
             sample = fresh.sample(programs)
             frames = sample.runs[0].guide_trace.nodes["z"]["cond_indep_stack"]
-            assert min(frames, key=lambda f: f.dim).name == LEADING
+            assert min(frames, key=lambda f: f.dim).name == PARTICLE_PLATE
             z = values(sample, "z")[0].reshape(K, *sizes)
             expected = normal().log_prob(z) - normal(x).log_prob(z) + normal(z).log_prob(x)
             assert torch.allclose(sample.log_weight, expected)

@@ -9,7 +9,7 @@ from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.messengers import Leading, ParticlePlate, Substitutes
+from pyro_mcvae.programs.messengers import LeadingDims, ParticlePlate, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, replay_model, run_model, terms_of, with_changes
 
 X = torch.tensor([0.0, 1.0, 1.0, 0.0])
@@ -34,8 +34,8 @@ def both(model, vectorised, x=X):
     run = sampler.sample(programs).runs[0]
     changes = {"z": {"value": run.guide_trace.nodes["z"]["value"] + 0.1}}
     leading = (
-        Leading(model=ParticlePlate(3, -2)) if vectorised else Leading(),
-        Leading(model=ParticlePlate(3, -2)) if vectorised else Leading(),
+        LeadingDims(model=ParticlePlate(3, -2)) if vectorised else LeadingDims(),
+        LeadingDims(model=ParticlePlate(3, -2)) if vectorised else LeadingDims(),
     )
     ours, same = replay_model(programs, run, changes, leading[0])
     changed = with_changes(run.guide_trace, changes)
