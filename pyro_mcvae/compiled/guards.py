@@ -16,7 +16,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pyro_mcvae.compiled.tracer import unrecorded, unsupported_op
+from pyro_mcvae.compiled.tracer import is_recorded, unrecorded, unsupported_op
 from pyro_mcvae.ops.compat import HANDLERS, tree_leaves, tree_map_only, without_torch_function
 from pyro_mcvae.ops.slots import one_hot
 from pyro_mcvae.ops.tensors import add_guard
@@ -138,7 +138,9 @@ class ReadingMode(TorchFunctionMode):
             return same and _fixed(_COMPARISONS[func](*args, **kwargs).all())
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
-        if func in _UNRECORDED or (func in _SPLITS and isinstance(args[1], Tensor)):
+        if func in _UNRECORDED:
+            return _stored_values(func, *args, **kwargs)
+        if func in _SPLITS and isinstance(args[1], Tensor):
             unsupported_op(f"reads a tensor's value (.{func.__name__})")
         if any(isinstance(a, Reading) for a in args):
             args = tree_map_only(Reading, lambda reading: reading.tensor, args)
@@ -187,6 +189,17 @@ def _fixed(value: Tensor) -> Any:
         number = value.item()
     add_guard(value if number is True else value == number)
     return number
+
+
+def _stored_values(read: TorchFunction, tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+    """Return all values of a tensor, if it is not computed in the step; every replay checks it."""
+    with unrecorded():
+        known, values = tensor.detach().clone(), read(tensor, *args, **kwargs)
+        comparable = not bool((known != known).any())
+    if is_recorded(tensor) or not comparable:
+        unsupported_op(f"reads a tensor's value (.{read.__name__})")
+    add_guard((tensor == known).all())
+    return values
 
 
 def _stays(code: CodeType, caller: object) -> bool:

@@ -111,8 +111,8 @@ class _Tracer(TorchDispatchMode):
     ``torch.full(shape, buffer)`` and ``table[buffer]`` read the buffer, and the shape of
     ``torch.where(mask)`` depends on the mask.
 
-    Reading a computed value or shape raises an error. A stored tensor, such as a buffer, may be
-    read; every replay checks that it has not changed.
+    Reading a computed value or shape raises an error. What is computed from stored tensors alone,
+    such as buffers, may be read; every replay checks that it has not changed.
 
     PyTorch's ``make_fx`` records the same operations, and takes five times as long.
     """
@@ -145,7 +145,7 @@ class _Tracer(TorchDispatchMode):
             last = next(reversed(self._constant_nodes.values()), None)
             with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
                 node = self.graph.placeholder(f"constant_{len(self.constants)}")
-            node.meta["layout"] = Layout.of(tensor)
+            node.meta |= {"layout": Layout.of(tensor), "stored": not tensor.requires_grad}
             self._constant_nodes[id(tensor)] = node
             self.constants.append(tensor)
         return node
@@ -213,17 +213,19 @@ class _Tracer(TorchDispatchMode):
 
 def _is_number(node: Node | None, stored: bool = True) -> bool:
     """
-    Return whether a tensor is computed from numbers in the code alone.
+    Return whether a tensor is computed from numbers in the code and stored tensors alone.
 
     :param stored: the answer for tensors that are stored.
     """
     if node is None or node.op == "placeholder":
-        return node is None and stored
+        return stored and (node is None or node.meta.get("stored", False))
+    if node.target is operator.getitem:
+        return _is_number(node.all_input_nodes[0], stored) and not _is_written(node)
     if node.target is not _aten.lift_fresh_copy.default:
         schema, tags = schema_of(node.target), getattr(node.target, "tags", ())
         if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
             return False
-        if not all(map(_is_number, node.all_input_nodes)):
+        if not all(_is_number(n, stored) for n in node.all_input_nodes):
             return False
     return not _is_written(node)
 

@@ -142,6 +142,37 @@ def test_a_float_that_python_needs_runs_uncompiled() -> None:
     assert re.search(r"reads a tensor's value at .*int\(power\)", reasons(loss)[0])
 
 
+READS: dict[str, Callable[[Tensor], float]] = {
+    "tolist": lambda times: sum(t**2 for t in times.tolist()),
+    "numpy": lambda times: float(times.numpy().sum()),
+    "iterated": lambda times: sum(float(t) ** 2 for t in times),
+    "largest": lambda times: float(times.max()),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_values_of_a_stored_tensor_may_be_read_until_they_change(read: str) -> None:
+    times = torch.tensor([0.3, 0.5])
+
+    def model(x: Tensor) -> None:
+        normal_model(x, loc=READS[read](times))
+
+    loss, plain = check(model), TraceSGVB_ELBO()
+    assert not reasons(loss)
+    times.add_(1.0)
+    for step in range(3):
+        assert seeded(loss, model, x, seed=step) == pytest.approx(
+            seeded(plain, model, x, seed=step), rel=1e-12
+        )
+
+
+def test_values_that_a_step_computes_are_not_read_from_memory() -> None:
+    def model(x: Tensor) -> None:
+        normal_model(x, loc=sum((2 * x).tolist()))
+
+    assert re.search(r"reads a tensor's value \(.tolist\) at", reasons(check(model))[0])
+
+
 def test_a_parameter_that_is_replaced_or_made_later() -> None:
     loss, plain = check(normal_model), TraceSGVB_ELBO()
     pyro.clear_param_store()

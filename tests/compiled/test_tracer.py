@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pyro_mcvae.compiled.tracer import NotRecordable, is_recorded, trace, unrecorded
@@ -68,8 +68,10 @@ def read_written_view(x: Tensor) -> Tensor:
 READ: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "a number of the code": (lambda x: x * torch.tensor(2.0).item(), True),
     "computed from numbers of the code": (lambda x: x * float(torch.tensor(2.0).exp() + 1), True),
-    "stored": (lambda x: x * BUFFER.sum().item(), False),
-    "an entry that is stored": (lambda x: x * BUFFER[:1].detach().view(()).item(), False),
+    "computed from a stored value": (lambda x: x * BUFFER.sum().item(), True),
+    "an entry that is stored": (lambda x: x * BUFFER[:1].detach().view(()).item(), True),
+    "computed from both": (lambda x: x * (BUFFER.sum() + x.sum()).item(), False),
+    "a parameter": (lambda x: x * nn.Parameter(BUFFER).exp().sum().item(), False),
     "computed": (lambda x: x * x.sum().item(), False),
     "drawn": (lambda x: x * torch.rand(()).item(), False),
     "written to": (read_written_view, False),
@@ -91,10 +93,13 @@ def test_values_that_differ_in_other_steps_are_not_read(kind: str) -> None:
         trace(lambda x: [function(x)], [x])
 
 
-def test_a_stored_number_that_is_read_becomes_a_guard() -> None:
+@pytest.mark.parametrize(
+    "read", [Tensor.item, lambda t: t.view(1)[0].item(), lambda t: float(2 * next(iter(t.view(1))))]
+)
+def test_a_stored_number_that_is_read_becomes_a_guard(read: Callable[[Tensor], float]) -> None:
     stored, x = torch.tensor(2.0), torch.ones(3)
     with recorded_guards() as guards:
-        graph, constants = trace(lambda x: [x * stored.item(), *guards], [x])
+        graph, constants = trace(lambda x: [x * read(stored), *guards], [x])
     run = GraphModule(torch.nn.Module(), graph)
     assert bool(run(*constants, x)[1])
     stored.fill_(3.0)
