@@ -269,18 +269,9 @@ class Runner:
         except (SiteError, LeadingDimsError, StopRecomputation):
             raise
         except Exception as error:
-            if layout.nesting is None:
+            if layout.nesting is None or not self._is_outdated(execution, layout, error):
                 raise
-            if self._has_other_plates(execution, layout.nesting):
-                return shared
-            if self._fails_alone(execution, layout):
-                # What ran at these sizes may be other operations, under another flag.
-                other = self.analyses.renew(execution.key)
-                if other and self._choose(execution) is not layout.mode:
-                    return shared
-                raise
-            name = ENUMERATED if layout.count is None and layout.sums else execution.name
-            raise not_vectorizable(name, layout.count, layout.nesting, error) from error
+            return shared
         actual = shared if execution.find_shared is None else execution.find_shared(run)
         if actual != shared and (execution.depends or run.leading is not None):
             # The wrong sites were drawn once for all particles.
@@ -291,27 +282,29 @@ class Runner:
             self._check_run(execution, final, shared)
         return final
 
-    def _has_other_plates(self, execution: Execution, nesting: int) -> bool:
-        """Return whether the plates have changed since the last step."""
+    def _is_outdated(self, execution: Execution, layout: Layout, error: Exception) -> bool:
+        """
+        Return whether programs failed with leading dims because they have changed.
+
+        Otherwise the error is their own, or another is raised.
+
+        :raises LeadingDimsError: for programs that fail only with leading dims.
+        """
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
-        changed = execution.nesting is None and self._is_open and actual != nesting
-        if changed:
+        if execution.nesting is None and self._is_open and actual != layout.nesting:
             self._keep(execution.key, _NESTING, actual)
-        return changed
-
-    def _fails_alone(self, execution: Execution, layout: Layout) -> bool:
-        """
-        Return whether programs that failed with leading dims would fail without them.
-
-        They would at the values of this step, if they have run at these sizes before.
-
-        :raises Exception: their own error, if they fail at other values, too.
-        """
-        if layout.count is None:
-            return False
-        ran = self._finding(execution.key, _ran_key(self._single(execution), layout.count))
-        return bool(ran or (ran is False and not torch.is_grad_enabled()))
+            return True
+        if layout.count is not None:
+            ran = self._finding(execution.key, _ran_key(self._single(execution), layout.count))
+            if ran or (ran is False and not torch.is_grad_enabled()):
+                # What ran at these sizes may be other operations, under another flag. The same ones
+                # fail at the values of this step.
+                unsure = self.analyses.renew(execution.key)
+                return unsure and self._choose(execution) is not layout.mode
+        assert layout.nesting is not None
+        name = ENUMERATED if layout.count is None and layout.sums else execution.name
+        raise not_vectorizable(name, layout.count, layout.nesting, error) from error
 
     def check(
         self,

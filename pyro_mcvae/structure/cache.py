@@ -353,11 +353,12 @@ class Analyses:
         if programs in self._uses:
             return self._uses[programs]
         if not self._pairs or self._pairs[0].programs != programs.pair:
-            pair = next((p for p in self._pairs if p.programs == programs.pair), None)
-            other_pairs, code = [p for p in self._pairs if p is not pair], _code_of(programs.pair)
-            if pair is None:
-                like = next((p for p in self._pairs if _code_of(p.programs) == code), None)
-                pair = _Pair(programs.pair, like)
-            self._pairs = [pair, *other_pairs][:_MAX_PAIRS]
+            self._put_first(programs.pair)
         use = self._uses[programs] = self._pairs[0].begin(programs.call)
         return use
+
+    def _put_first(self, programs: tuple[Program, Program]) -> None:
+        pair = next((p for p in self._pairs if p.programs == programs), None)
+        others, code = [p for p in self._pairs if p is not pair], _code_of(programs)
+        like = next((p for p in others if _code_of(p.programs) == code), None)
+        self._pairs = [pair or _Pair(programs, like), *others][:_MAX_PAIRS]
