@@ -296,12 +296,10 @@ class _Counted(NamedTuple):
     The latents whose prior the model counts at entries that it masks.
 
     :ivar masks: the masks for which this was found; see :func:`.mask_key`.
-    :ivar model: the model that counts them; None without such latents.
     """
 
     masks: Hashable
     names: frozenset[str]
-    model: Program | None
 
 
 _BASELINE = (
@@ -686,8 +684,12 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self, programs: Programs, used: _Counted | None, analysis: Analysis
     ) -> tuple[Programs, Estimate, _Counted]:
         """Return the estimate with some priors counted, and the priors that its masks require."""
-        model = None if used is None else used.model
-        counted = programs if model is None else replace(programs, model=model)
+        counted = programs
+        if used is not None and used.names:
+            make = partial(with_priors, programs.model, dict.fromkeys(used.names))
+            # The same model again, whose analyses are kept.
+            model = self.sampler.analyses.made_of(programs, used.names, make)
+            counted = replace(programs, model=model)
         estimate = self._estimate_of(counted)
         if used is not None and (is_recording() or not estimate.runs):
             return counted, estimate, used
@@ -711,13 +713,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         key = "counted", masks
         unread = analysis.cached(key, lambda: masked_latents(programs, run).unread)
         names = frozenset(n for n, guide_mask in unread.items() if guide_mask is None)
-        if not names:
-            return _Counted(masks, names, None)
-        # The same model again, whose analyses are kept.
-        key = "with priors", names
-        before = analysis.before(key)
-        make = partial(with_priors, programs.model, dict.fromkeys(names))
-        return _Counted(masks, names, analysis.cached(key, (lambda: before) if before else make))
+        return _Counted(masks, names)
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():

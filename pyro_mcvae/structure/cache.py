@@ -170,6 +170,7 @@ class _Pair:
         self._watches: dict[Hashable, list[_Watch]] = {}
         self._last: _Use | None = None
         self.read: Dependencies | None = None  # by the last run that was watched
+        self.made: dict[Hashable, Program] = {}
 
     def begin(self, call: Call) -> _Use:
         """Return the analysis of a call, or the most recent one if something has changed."""
@@ -333,6 +334,13 @@ class Analyses:
         if read.iterator:
             self._warn(_ITERATOR % read.iterator)
         return read.with_arguments(*programs.args, *programs.kwargs.values())
+
+    def made_of(self, programs: Programs, key: Hashable, make: Callable[[], Program]) -> Program:
+        """Return a program made of this model and guide, kept as long as these."""
+        made = self._use(programs).pair.made
+        if key not in made:
+            made[key] = make()
+        return made[key]
 
     def renew(self, programs: Programs) -> bool:
         """Begin an analysis for a call that may execute other operations; return whether it may."""

@@ -2,20 +2,22 @@
 
 import copy
 import enum
+import gc
 import logging
 import math
 import pickle
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import Tensor
 
-from pyro_mcvae import ULA, CompiledELBO, TraceIWAE_ELBO, TraceSIS_ELBO
+from pyro_mcvae import ULA, CompiledELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import marked
 from pyro_mcvae.structure.cache import Analyses
@@ -394,3 +396,60 @@ def test_a_branch_that_does_not_broadcast_may_follow_one_that_does(anew):
             losses.append(loss.loss(model, normal, flag))
     expected = math.log(2 * math.sqrt(2 * math.pi)) + 1 / 8  # x is Normal(0, 2)
     assert losses == pytest.approx([expected] * len(losses), abs=0.1)
+
+
+def padded(step):
+    """Programs of step's own data, of which AutoGuides draw the masked entries, too."""
+    x, mask = torch.arange(4.0) - step, torch.arange(4) < 2
+
+    def model():
+        with pyro.plate("time", 4), pyro.poutine.mask(mask=mask):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0 + step))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("time", 4):
+            pyro.sample("z", dist.Normal(x / 2, 1.0))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("make", [TraceRaoBlackwell_ELBO, *MAKERS.values()])
+def test_a_masked_model_that_is_made_at_each_step_has_the_priors_of_its_own(make):
+    elbo, losses = make(), []
+    for step in range(12):
+        for loss in (elbo, make()):
+            pyro.set_rng_seed(step)
+            losses.append(loss.loss(*padded(step)))
+    assert losses[::2] == pytest.approx(losses[1::2], abs=1e-9)
+
+
+def referred_to(start, kinds):
+    """The objects of these kinds that an object refers to, by way of others."""
+    found, seen, todo = [], {id(start)}, [start]
+    while todo:
+        for value in gc.get_referents(todo.pop()):
+            if isinstance(value, kinds):
+                found.append(value)
+            elif id(value) not in seen and not isinstance(value, type | ModuleType | FunctionType):
+                todo.append(value)
+            seen.add(id(value))
+    return found
+
+
+@pytest.mark.parametrize("make", [TraceRaoBlackwell_ELBO, *MAKERS.values()])
+@pytest.mark.parametrize("name", [*every(6, EXAMPLES), "padded"])
+def test_findings_refer_to_no_program_and_no_tensor(name, make):
+    """They also serve other programs that execute the same operations."""
+    elbo, args = make(), ()
+    if name == "padded":
+        model, guide = padded(1)
+    else:
+        example = EXAMPLES[name]()
+        model, guide, args = example.model, example.guide, example.args
+    for _ in range(3):
+        elbo.loss(model, guide, *args)
+    analyses = [a for pair in elbo.sampler.analyses._pairs for a in pair._analyses.values()]
+    assert analyses
+    for analysis in analyses:
+        assert referred_to(analysis._findings, (Programs, Tensor, type(model))) == []
