@@ -206,8 +206,22 @@ class BatchCheck:
         """Return a number of particles that is not the size of another dim."""
         return next(n for n in itertools.count(least) if n not in self.run.inner_sizes)
 
-    def _batched(self, count: int, single: MarkedRun) -> MarkedRun:
-        """Return a marked run of some particles; the last one has the draws of a single run."""
+    def fails(self) -> bool:
+        """Return whether programs fail if all particles have the draws of a single run."""
+        try:
+            self._batched(self._count(2), marked(self.programs, self.run), as_single=slice(None))
+        except _BatchedError:
+            return True
+        return False
+
+    def _batched(
+        self, count: int, single: MarkedRun, as_single: slice = slice(-1, None)
+    ) -> MarkedRun:
+        """
+        Return a marked run of some particles.
+
+        :param as_single: the particles that have the draws of a single run; the last one.
+        """
         plates = particle_plates(self.mode, count, -self.run.nesting - 1, self.shared)
         values = {n: s["value"] for n, s in _random_sites(single).items()}
 
@@ -217,7 +231,7 @@ class BatchCheck:
                 return value
             drawn = fn(*msg["args"], **msg["kwargs"])
             dim = drawn.dim() - fn.event_dim - self.run.nesting - 1
-            return changed_draw(partial(_with_last, dim), drawn, value)
+            return changed_draw(partial(_with_entries, dim, as_single), drawn, value)
 
         try:
             result = marked_run(
@@ -377,13 +391,13 @@ def _random_sites(result: MarkedRun) -> dict[str, Site]:
     return {n: s for trace in traces for n, s in trace.nodes.items() if is_random(s)}
 
 
-def _with_last(dim: int, drawn: Tensor, value: Tensor) -> Tensor:
-    """Replace the last entry of a dim."""
-    first = drawn.narrow(dim, 0, drawn.shape[dim] - 1)
-    last = drawn.narrow(dim, 0, 1)
-    same = value.numel() == last.numel()
-    value = as_shape(value, last.shape) if same else value.expand_as(last)
-    return torch.cat([first, value.to(drawn)], dim)
+def _with_entries(dim: int, entries: slice, drawn: Tensor, value: Tensor) -> Tensor:
+    """Replace entries of a dim by the same value."""
+    result = drawn.movedim(dim, 0).clone()
+    one = result[0]
+    same = value.numel() == one.numel()
+    result[entries] = as_shape(value, one.shape) if same else value.expand_as(one)
+    return result.movedim(0, dim)
 
 
 def check_states(programs: Programs, run: Run) -> None:

@@ -296,12 +296,14 @@ class Runner:
             self._keep(execution.key, _NESTING, actual)
             return True
         if layout.count is not None:
-            ran = self._finding(execution.key, _ran_key(self._single(execution), layout.count))
+            single = self._single(execution)
+            ran = self._finding(execution.key, _ran_key(single, layout.count))
             if ran or (ran is False and not torch.is_grad_enabled()):
-                # What ran at these sizes may be other operations, under another flag. The same ones
-                # fail at the values of this step.
-                unsure = self.analyses.renew(execution.key)
-                return unsure and self._choose(execution) is not layout.mode
+                # What ran at these sizes fails at the values of this step, or is something else.
+                batch = BatchCheck(
+                    execution.key, single, layout.shared, layout.mode, execution.name
+                )
+                return batch.fails() and self.analyses.renew(execution.key)
         assert layout.nesting is not None
         name = ENUMERATED if layout.count is None and layout.sums else execution.name
         raise not_vectorizable(name, layout.count, layout.nesting, error) from error

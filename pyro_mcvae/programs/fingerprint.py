@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import FrameType
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
-from pyro_mcvae.ops.compat import state_of
+from pyro_mcvae.ops.compat import is_mapped, state_of
 from pyro_mcvae.ops.tensors import tensors_in
 from pyro_mcvae.programs.distributions import may_cache
 from pyro_mcvae.programs.outside_values import is_plain, is_written
@@ -38,6 +38,13 @@ _POINTWISE = {
     *("clip", "clamp_min", "clamp_max", "fill", "full_like", "new_full", "where", "masked_fill"),
     *("expand", "broadcast_to"),  # their sizes are those of plates and particles
 }
+# Functions that take tensors of positions, by where they have them: as an index, along a dim.
+_INDEXED = {"getitem", "setitem", "index_put"}
+_ALONG = {
+    *("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim", "index_select"),
+    *("index_add", "index_copy", "index_fill", "index_reduce", "repeat_interleave"),
+}
+_MASKS = (torch.bool, torch.uint8)
 # PyTorch's Python functions around an operator.
 _AROUND = ("overrides.py", "_tensor.py", "functional.py")
 
@@ -48,12 +55,15 @@ class _Operation(NamedTuple):
 
     :ivar what: the function, or the distribution of a site, and the positions that it reads.
     :ivar decides: whether Python reads the value.
+    :ivar in_place: for each tensor of positions, its number, and whether these leave everything at
+        its place.
     """
 
     what: tuple[object, ...]
     inputs: list[int]
     outputs: list[int]
     decides: bool = False
+    in_place: Sequence[tuple[int, Tensor]] = ()
 
 
 # The fingerprint of the run that is being executed, if any.
@@ -70,16 +80,20 @@ class Fingerprint(Messenger):
     The operations that model and guide execute on values that depend on draws.
 
     A fingerprint has the sites, the operators between them, the tensors that each of them takes,
-    and the positions that it moves. It has no other numbers, because the coefficient of a schedule
-    or the row of a data set may change at each step. It ends where Python reads a value that
-    depends on a draw: an analysis treats everything after that as depending on the draw.
+    and the positions that it moves; of positions in tensors, whether they move anything. It has no
+    other numbers, because the coefficient of a schedule or the row of a data set may change at each
+    step. It ends where Python reads a value that depends on a draw: an analysis treats everything
+    after that as depending on the draw.
 
-    :ivar reads: whether Python reads values of other tensors, which may change unnoticed.
+    :ivar reads: whether Python reads values of other tensors, or operators positions, which may
+        change unnoticed.
+    :ivar in_place: for each tensor of positions in the fingerprint, whether it moves nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads = self.is_entered = False
+        self.in_place: list[Tensor] = []
         self._mode = _Operators(self)
         self._operations: list[_Operation] = []
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -99,8 +113,13 @@ class Fingerprint(Messenger):
             _active.pop()
 
     def value(self, constants: Iterable[object]) -> int:
+        """Return the fingerprint of the run; the constants are as in :meth:`finish`."""
+        trail = self.finish(constants)
+        return hash((*trail, *self.positions()))
+
+    def finish(self, constants: Iterable[object]) -> list[object]:
         """
-        Return the fingerprint of the run.
+        Return the operations on values that depend on draws, and keep what these move.
 
         :param constants: arguments and everything that the programs read, which depends on no draw.
         """
@@ -108,7 +127,7 @@ class Fingerprint(Messenger):
         fixed = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in known}
         drawn = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in self._draws}
         trail: list[object] = []
-        for what, inputs, outputs, decides in self._operations:
+        for what, inputs, outputs, decides, in_place in self._operations:
             if not drawn.isdisjoint(inputs):
                 drawn.update(outputs)
                 if decides:
@@ -118,7 +137,13 @@ class Fingerprint(Messenger):
                 fixed.update(outputs)
             elif not decides:
                 trail.append((what, *(None if n in fixed else n for n in inputs)))
-        return hash(tuple(trail))
+                self.in_place += [t for number, t in in_place if number not in drawn]
+        self.reads |= bool(self.in_place)
+        return trail
+
+    def positions(self) -> list[bool]:
+        """Return of each tensor of positions whether it moves nothing."""
+        return torch.stack(self.in_place).tolist() if self.in_place else []
 
     def __enter__(self) -> Fingerprint:
         super().__enter__()
@@ -167,8 +192,9 @@ class Fingerprint(Messenger):
         if changed:
             short = name.strip("_")
             positions = () if short in _POINTWISE else tuple(_positions(args))
+            moves = [(self._number(p), _in_place(p, dim)) for p, dim in _arranging(short, args)]
             outputs = [self._number(t, new=True) for t in changed]
-            self._operations.append(_Operation((func, *positions), inputs, outputs))
+            self._operations.append(_Operation((func, *positions), inputs, outputs, False, moves))
 
     def _numbers_of(self, tensors: list[Tensor]) -> list[int]:
         return [self._number(t) for t in tensors]
@@ -229,6 +255,58 @@ def _positions(value: Any) -> Iterator[object]:
         yield from _positions((value.start, value.stop, value.step))
     elif isinstance(value, Integral | str | torch.dtype | type(None) | type(...)):
         yield value
+
+
+def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
+    """
+    Yield the tensors of positions that may arrange a dim in another way, with their own dim for it.
+
+    As many positions as entries may leave all of them at their place. Others change the size, which
+    does not pass unnoticed.
+    """
+    values = [*args[:-1], *args[-1].values()]
+    source, *others = values
+    if name in _INDEXED:
+        index = others[0] if isinstance(others[0], tuple) else (others[0],)
+        taken = [_dims_of(part) for part in index]
+        for i, part in enumerate(index):
+            after_all = any(p is ... for p in index[:i])
+            dim = -sum(taken[i:]) if after_all else sum(taken[:i])
+            if _are_positions(part) and part.numel() == source.shape[dim]:
+                yield part.reshape(-1), 0
+    elif name in ("embedding", "take"):
+        for part, table in (values[:2], values[1::-1]):
+            size = table.numel() if name == "take" else len(table)
+            if _are_positions(part) and part.numel() == size:
+                yield part.reshape(-1), 0
+    elif name in _ALONG:
+        dim = int(next((v for v in others if isinstance(v, Integral)), 0))
+        for part in filter(_are_positions, others):
+            if name == "repeat_interleave":
+                yield part.cumsum(0) - 1, 0
+            elif part.dim() == 1 or part.shape[dim] == source.shape[dim]:
+                yield part, min(dim, part.dim() - 1)
+
+
+def _dims_of(part: object) -> int:
+    """Return the number of dims that a part of an index takes; 0 for an ellipsis."""
+    if isinstance(part, Tensor) and part.dtype in _MASKS:
+        return part.dim()
+    return int(part is not None and part is not ...)
+
+
+def _are_positions(part: object) -> bool:
+    if not isinstance(part, Tensor) or is_mapped(part) or not part.dim():
+        return False
+    return not (part.is_floating_point() or part.is_complex() or part.dtype in _MASKS)
+
+
+def _in_place(positions: Tensor, dim: int) -> Tensor:
+    """Return whether positions along a dim of a tensor are those of its entries."""
+    size = positions.shape[dim]
+    entries = torch.arange(size, device=positions.device)
+    entries = entries.reshape(-1, *[1] * (positions.dim() - 1 - dim % positions.dim()))
+    return (positions == entries).all()
 
 
 def _describe(part: Any, about: list[object]) -> list[Tensor]:

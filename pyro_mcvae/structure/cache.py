@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from pyro import poutine
 
 from pyro_mcvae.ops.checks import WarnOnce
-from pyro_mcvae.ops.tensors import is_due, is_recording
+from pyro_mcvae.ops.tensors import add_guard, is_due, is_recording
 from pyro_mcvae.programs.fingerprint import Fingerprint
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.outside_values import (
@@ -34,6 +34,8 @@ _MAX_FINDINGS = 1024
 
 # Findings about how several particles run, which a run needs before its fingerprint is known.
 HOW_RUNS = ("way", "nesting", "sums")
+# Whether tensors of positions move something, for the guards of a recording.
+_POSITIONS = "positions"
 
 T = TypeVar("T")
 
@@ -298,7 +300,9 @@ class Analyses:
             one, and the run has to be repeated.
         """
         use, call = self._use(programs), programs.call
-        if use.is_known:
+        positions = _POSITIONS, kind
+        expected: list[bool] = use.analysis.get(positions, []) if is_recording() else []
+        if use.is_known and not expected:
             return execute()
         seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
         # Before the first run it is not known which functions are executed.
@@ -306,6 +310,13 @@ class Analyses:
         use.has_run = True
         collects = use.pair.read is None or use.analysis.is_new or is_due(use.analysis.unsure)
         constants = [*call.objects, *(entry.get(entry.key) for entry in known.entries)]
+        if expected:  # each replay checks what the recorded step has seen
+            with seen.of_run():
+                result = execute()
+            seen.finish(constants)
+            for in_place, was in zip(seen.in_place, expected, strict=True):
+                add_guard(in_place if was else ~in_place)
+            return result
         generators = GeneratorStates(known) if collects else None
         with seen.of_run(), executed if collects else nullcontext():
             result = execute()
@@ -318,7 +329,9 @@ class Analyses:
         if generators is not None:
             more = seen.reads or known.unsupported or known.generators or generators.moved()
             watch = _Watch(call.floats, known, bool(more), fingerprint)
-        return result if use.pair.end(use, fingerprint, watch, call.key) else None
+        is_same = use.pair.end(use, fingerprint, watch, call.key)
+        use.analysis.put(positions, seen.positions())
+        return result if is_same else None
 
     def rewindable(
         self, programs: Programs, active: bool

@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -117,6 +117,7 @@ class _Marker(Messenger):
         self.masked_bits: dict[FactorKey, int] = {}
         # By site, the marks from which its draw was computed: [words, *batch].
         self.upstream: dict[str, Tensor] = {}
+        self.leaves_of_draws: set[int] = set()
         self.untraced: list[frozenset[CondIndepStackFrame]] = []
         self.draws_on_host = False
 
@@ -153,6 +154,8 @@ class _Marker(Messenger):
             fixed = reparameterized(msg) and not drawn.requires_grad
             copy = _with_gradient if fixed else torch.clone
             drawn = msg["value"] = changed_draw(copy, drawn)
+            if fixed:
+                self.leaves_of_draws |= autograd_leaves(drawn)
         with marks.paused():
             self._write(msg, drawn)
 
@@ -298,6 +301,7 @@ class MarkedRun:
     :ivar masked: for each site, the bits of its masks.
     :ivar masked_bits: for each draw of the guide and its site in the model, the bit of the entries
         that masks remove from its density.
+    :ivar leaves_of_draws: the ids of autograd leaves that are no parameters, but draws.
     :ivar reads: the values that Python code has read.
     :ivar draws: random numbers outside sample sites.
     :ivar untraced: the plates around untraced draws of the programs.
@@ -321,6 +325,7 @@ class MarkedRun:
     control: dict[FactorKey, int]
     masked: dict[FactorKey, int]
     masked_bits: Mapping[FactorKey, int]
+    leaves_of_draws: Collection[int]
     site_bits: Mapping[str, int]
     codes: Mapping[tuple[str, int, int], _Code]
     reads: list[Read]
@@ -358,10 +363,11 @@ class MarkedRun:
 
     def dependencies(self, tracked: frozenset[str]) -> Dependencies:
         """Return the dependencies on some of the guide's sites."""
+        draws = self.leaves_of_draws
         return Dependencies(
             {key: self.names(bits) & tracked for key, bits in self.bits.items()},
             {key: self.names(bits) & tracked for key, bits in self.masked.items()},
-            {key: _leaves_of(t.log_prob) for key, t in self.terms.items()},
+            {k: _leaves_of(t.log_prob).difference(draws) for k, t in self.terms.items()},
         )
 
     def readers_of_masked(self, key: FactorKey) -> list[FactorKey]:
@@ -592,6 +598,7 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
         control,
         masked,
         marker.masked_bits,
+        marker.leaves_of_draws,
         marker.site_bits,
         marker.codes,
         [r for r in reads if r.sites],

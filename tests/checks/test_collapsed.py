@@ -135,3 +135,24 @@ def test_judges_run_particles_as_a_loop_would():
         log_p = density + dist.Normal(0.0, 2**0.5).log_prob(grid)
         exact = log_p.logsumexp(0) + (grid[1] - grid[0]).log()
         assert ((result.log_evidence - exact).abs() < 4.5 * result.standard_error).all()
+
+
+def test_data_that_select_another_latent_are_not_collapsed():
+    """Draws of a guide without parameters have a gradient, too, and are no parameters."""
+
+    def model(x, labels):
+        shared = pyro.sample("shared", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            own = pyro.sample("own", dist.Normal(0.0, 1.0))
+            both = torch.stack([own, shared.expand(own.shape)], -1)
+            loc = both.gather(-1, labels.expand(own.shape)[..., None])[..., 0]
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
+
+    def guide(x, labels):
+        pyro.sample("shared", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("own", dist.Normal(0.0, 1.0))
+
+    x, ones = torch.zeros(3), torch.ones(3, dtype=torch.long)
+    exact = dist.MultivariateNormal(torch.zeros(3), torch.eye(3) + 1).log_prob(x)
+    assert TraceIWAE_ELBO(20_000).loss(model, guide, x, ones) == pytest.approx(-exact.item(), abs=0.05)

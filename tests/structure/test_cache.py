@@ -453,3 +453,76 @@ def test_findings_refer_to_no_program_and_no_tensor(name, make):
     assert analyses
     for analysis in analyses:
         assert referred_to(analysis._findings, (Programs, Tensor, type(model))) == []
+
+
+def written(z, at):
+    result = torch.zeros_like(z)
+    result[..., at] = z
+    return result
+
+
+ARRANGED = {
+    "index": lambda z, at: z[..., at],
+    "index after a new dim": lambda z, at: z[None, ..., at].squeeze(0),
+    "written to an index": written,
+    "index_put": lambda z, at: torch.zeros_like(z.T).index_put((at,), z.T).T,
+    "index_select": lambda z, at: torch.index_select(z, -1, at),
+    "index_select by name": lambda z, at: torch.index_select(z, dim=-1, index=at),
+    "gather": lambda z, at: z.gather(-1, at.expand(z.shape)),
+    "take_along_dim": lambda z, at: torch.take_along_dim(z, at.expand(z.shape), -1),
+    "scatter": lambda z, at: torch.zeros_like(z).scatter(-1, at.expand(z.shape), z),
+    "index_add": lambda z, at: torch.zeros_like(z).index_add(-1, at, z),
+    "embedding": lambda z, at: torch.nn.functional.embedding(at, z.T).T.squeeze(-2),
+    "repeats": lambda z, at: z.repeat_interleave(at + 1 - torch.arange(2), -1),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ARRANGED)
+def test_positions_that_begin_to_couple_data_are_seen_at_once(name, compiled):
+    """They come as an argument, whose values are no part of a key."""
+
+    def arranged(x, at):
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            loc = ARRANGED[name](z.reshape(-1, 2), at).reshape(z.shape)
+            pyro.sample("x", dist.Normal(loc, 0.5), obs=x)
+
+    def make():
+        return TraceIWAE_ELBO(20)
+
+    elbo, losses = make(), []
+    recorded = CompiledELBO(elbo, backend="eager") if compiled else elbo
+    for step in range(8):
+        at = torch.tensor([1, 0]) if step in (4, 5) else torch.tensor([0, 1])
+        for loss in (recorded, make()):
+            pyro.set_rng_seed(step)
+            losses.append(loss.loss(arranged, prior, X, at))
+    assert losses[::2] == pytest.approx(losses[1::2], rel=1e-9)
+
+
+def test_positions_that_change_at_each_step_make_no_analyses():
+    """Rows of a table, labels and groups: only whether they move something is looked at."""
+    runs = Tally()
+
+    def grouped(x, groups, labels):
+        runs.add()
+        tables = pyro.sample("tables", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            logits = torch.stack([z, tables[..., groups, 0]], -1)
+            pyro.factor("label", logits.gather(-1, labels.expand(z.shape)[..., None])[..., 0])
+            pyro.sample("x", dist.Normal(logits[..., torch.arange(4), labels], 0.5), obs=x)
+
+    def grouped_guide(*_):
+        pyro.sample("tables", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    elbo, counts = TraceIWAE_ELBO(3), []
+    for _ in range(40):
+        runs.take()
+        labels = torch.randint(2, (4,))
+        elbo.loss(grouped, grouped_guide, torch.zeros(4), torch.randint(3, (4,)), labels)
+        counts.append(runs.take()["run"])
+    assert counts[16:31] == [1] * 15
