@@ -306,6 +306,10 @@ class Dependencies:
             torch_generators=self.torch_generators | held.torch_generators,
         )
 
+    def values(self) -> list[object]:
+        """Return the present value of each entry."""
+        return [entry.get(entry.key) for entry in self.entries]
+
     def changed(self, tensors: bool = True) -> Entry | None:
         """
         Return the first entry whose value has changed.

@@ -299,24 +299,24 @@ class Analyses:
         :returns: the result; None if they executed something else. Their analysis is then another
             one, and the run has to be repeated.
         """
+        use = self._use(programs)
+        if not use.is_known:
+            return self._run_watched(programs, kind, execute)
+        if is_recording() and (expected := use.analysis.get((_POSITIONS, kind))):
+            return self._run_guarded(programs, expected, execute)
+        return execute()
+
+    def _run_watched(
+        self, programs: Programs, kind: Hashable, execute: Callable[[], T]
+    ) -> T | None:
+        """Take the fingerprint of a run."""
         use, call = self._use(programs), programs.call
-        positions = _POSITIONS, kind
-        expected: list[bool] = use.analysis.get(positions, []) if is_recording() else []
-        if use.is_known and not expected:
-            return execute()
         seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
         # Before the first run it is not known which functions are executed.
         known = use.pair.read or programs.read
         use.has_run = True
         collects = use.pair.read is None or use.analysis.is_new or is_due(use.analysis.unsure)
-        constants = [*call.objects, *(entry.get(entry.key) for entry in known.entries)]
-        if expected:  # each replay checks what the recorded step has seen
-            with seen.of_run():
-                result = execute()
-            seen.finish(constants)
-            for in_place, was in zip(seen.in_place, expected, strict=True):
-                add_guard(in_place if was else ~in_place)
-            return result
+        constants = [*call.objects, *known.values()]
         generators = GeneratorStates(known) if collects else None
         with seen.of_run(), executed if collects else nullcontext():
             result = execute()
@@ -330,8 +330,18 @@ class Analyses:
             more = seen.reads or known.unsupported or known.generators or generators.moved()
             watch = _Watch(call.floats, known, bool(more), fingerprint)
         is_same = use.pair.end(use, fingerprint, watch, call.key)
-        use.analysis.put(positions, seen.positions())
+        use.analysis.put((_POSITIONS, kind), seen.positions())
         return result if is_same else None
+
+    def _run_guarded(self, programs: Programs, expected: list[bool], execute: Callable[[], T]) -> T:
+        """Make each replay of a run check its tensors of positions."""
+        seen, known = Fingerprint(), self._use(programs).pair.read or programs.read
+        with seen.of_run():
+            result = execute()
+        seen.finish([*programs.call.objects, *known.values()])
+        for in_place, was in zip(seen.in_place, expected, strict=True):
+            add_guard(in_place if was else ~in_place)
+        return result
 
     def rewindable(
         self, programs: Programs, active: bool
