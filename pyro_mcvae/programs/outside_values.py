@@ -276,14 +276,21 @@ class Dependencies:
     _bytes: int = 0
 
     @classmethod
-    def of(cls, *roots: object, executed: ExecutedCode, contents: bool = False) -> Dependencies:
+    def of(
+        cls,
+        *roots: object,
+        executed: ExecutedCode,
+        contents: bool = False,
+        named: Iterable[str] = (),
+    ) -> Dependencies:
         """
         Collect everything that is read from the roots on, with its present values.
 
         :param executed: the functions to follow.
         :param contents: whether to compare also tensors that require no gradient.
+        :param named: names that other functions refer to.
         """
-        names: set[str] = set()
+        names: set[str] = {*named}
         _KINDS.clear()
         while True:
             dependencies = cls(executed, contents, _names=frozenset(names))
@@ -298,7 +305,8 @@ class Dependencies:
 
     def with_arguments(self, *arguments: object) -> Dependencies:
         """Return the same with what the arguments of a call hold, and these tensors themselves."""
-        held = Dependencies.of(*arguments, executed=ExecutedCode(unknown=True))
+        unknown = ExecutedCode(unknown=True)
+        held = Dependencies.of(*arguments, executed=unknown, named=self._names)
         given = [t for t in arguments if is_a(t, Tensor)]
         entries = [*held.entries, *(Entry(_itself, t, t, "an argument") for t in given)]
         return replace(
@@ -400,7 +408,7 @@ class Dependencies:
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
                 yield from _named(space, "", f" of the {kind} of {name}")
         elif is_a(value, ModuleType):
-            if _is_written_in(value):
+            if is_written_in(value):
                 yield from _named(vars(value), "", f" of {name}", self._names_in(vars(value)))
         elif is_a(value, CONTAINERS):
             yield from self._items(value, name)
@@ -433,15 +441,29 @@ class Dependencies:
 
     def _names_in(self, space: dict[str, object]) -> list[str]:
         """Return the names of a module's values that may have been read."""
-        if self.executed.codes is not None and _DYNAMIC.isdisjoint(self._names):
-            return [name for name in space if name in self._names]
-        computed = (n for n, v in space.items() if n[:2] != "__" and not is_a(v, ModuleType))
-        return list(dict.fromkeys([*computed, *(n for n in space if n in self._names)]))
+        computed = not _DYNAMIC.isdisjoint(self._names)
+        return [
+            name
+            for name, value in space.items()
+            if name in self._names or (computed and name[:2] != "__" and self._is_computed(value))
+        ]
+
+    def _is_computed(self, value: object) -> bool:
+        """Return whether a value of a module may be read by a name that is computed."""
+        if is_a(value, ModuleType):
+            return False
+        functions = _kind(value).methods if is_a(value, type) else [value]
+        if not all(is_a(f, FunctionType) for f in functions):
+            return _is_watched(value)
+        return self.executed.codes is not None and any(
+            self.executed.has(f.__code__) for f in cast("list[FunctionType]", functions)
+        )
 
     def _items(self, value: Any, name: str) -> Iterator[Entry]:
         if is_a(value, set | frozenset):
             self._count += len(value) // 8
             yield Entry(frozenset, value, frozenset(value), name)
+            yield from _objects_in(value, name)
             return
         self._count += len(value)
         if self._count > _MAX_ENTRIES:
@@ -450,9 +472,7 @@ class Dependencies:
             )
         elif len(value) > _SHORT:
             yield Entry(flat_items, value, flat_items(value), name)
-            for entry in items_of(value):
-                if not is_plain(entry):
-                    yield Entry(_itself, entry, entry, f"an item of {name}")
+            yield from _objects_in(value, name)
         else:
             if is_a(value, dict):
                 yield Entry(tuple, value, tuple(value), f"the keys of {name}")
@@ -590,7 +610,7 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
             yield Entry(space.__contains__, name, False, f"global '{name}'")
     for name in imported:
         module = MISSING if name in names and name in space else sys.modules.get(name, MISSING)
-        if is_a(module, ModuleType) and _is_written_in(module):
+        if is_a(module, ModuleType) and is_written_in(module):
             yield Entry(sys.modules.get, name, module, f"module {name}")
 
 
@@ -599,6 +619,13 @@ def _stored_globals(code: CodeType) -> frozenset[str]:
     """Return the globals that a function assigns to, which need not exist before it runs."""
     stores = (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL")
     return frozenset(stores)
+
+
+def _objects_in(container: Any, name: str) -> Iterator[Entry]:
+    """Yield the items of a container whose own values may change."""
+    for value in items_of(container):
+        if not is_plain(value):
+            yield Entry(_itself, value, value, f"an item of {name}")
 
 
 def _named(
@@ -721,17 +748,18 @@ def is_of_the_user(value: object) -> bool:
 def is_written(kind: type) -> bool:
     """Return whether a class is defined in a file or notebook outside Python and PyTorch."""
     module = sys.modules.get(kind.__module__)
-    return kind.__module__ == "__main__" or (module is not None and _is_written_in(module))
+    return kind.__module__ == "__main__" or (module is not None and is_written_in(module))
 
 
-def _is_written_in(module: ModuleType) -> bool:
+def is_written_in(module: ModuleType) -> bool:
+    """Return whether a Python module, or a folder of modules, is outside Python and PyTorch."""
     package, _, inner = module.__name__.partition(".")
     space = vars(module)
     path = space.get("__file__") or next(iter(space.get("__path__") or ()), None)  # of a folder
     if path is None:  # it is built in, or was made without a file
         outer = sys.modules.get(package) if inner else None
         is_made = getattr(space.get("__spec__"), "origin", None) is None
-        return is_made and (outer is None or _is_written_in(outer))
+        return is_made and (outer is None or is_written_in(outer))
     return package != "numpy" and not is_core_file(str(path))
 
 
