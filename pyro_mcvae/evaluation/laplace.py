@@ -15,6 +15,7 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_value
 from torch import Tensor
 from torch.distributions import transform_to
 
+from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.coordinate import bijection_of
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
 from pyro_mcvae.evaluation.clock import Stage
@@ -59,12 +60,24 @@ class _Flat(pyro.distributions.TorchDistribution):
 
 def _feasible(site: Site) -> Tensor:
     """Return the value at zero of the unconstrained coordinates."""
+    name, kind = site["name"], type(bare(site["fn"])).__name__
     if known_support(site["fn"]).is_discrete:
         raise ValueError(
-            f"site '{site['name']}' is discrete ({type(bare(site['fn'])).__name__}), and chains "
-            f"move latents along gradients: mark it infer={{'enumerate': 'parallel'}} in the "
-            f"model, or pass a guide that draws it"
+            f"site '{name}' is discrete ({kind}), and chains move latents along gradients: mark it "
+            f"infer={{'enumerate': 'parallel'}} in the model, or pass a guide that draws it"
         )
+    if is_circular(site["fn"]):
+        raise ValueError(
+            f"site '{name}' is an angle ({kind}), which has no unconstrained form, because its "
+            f"density is periodic: pass a guide that draws it from dist.VonMises"
+        )
+    try:
+        bijection_of(site["fn"])
+    except NotImplementedError as error:
+        raise ValueError(
+            f"site '{name}' ({kind}) has no unconstrained form ({error}): pass a guide that draws "
+            f"it from a distribution with this support"
+        ) from error
     transform = transform_to(known_support(site["fn"]))
     with torch.random.fork_rng(devices=[]):
         try:

@@ -254,11 +254,12 @@ def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
 
 
 # The tail index up to which weights suffice, and the share of a draw's distribution that may be
-# wrong because it is selected from few candidates.
-_LIGHT, _HEAVY, _BIAS, _FEW = 0.5, 0.7, 0.2, 0.05
+# wrong because it is selected from few candidates. The error of a mean is about as many standard
+# deviations, like that of the chains.
+_LIGHT, _HEAVY, _BIAS, _FEW = 0.5, 0.7, 0.05, 0.05
 # Without options: candidates of each draw, and the chains that follow if their weights do not
 # suffice.
-_CANDIDATES, _TRANSITIONS = 10, 20
+_CANDIDATES, _TRANSITIONS = 40, 20
 
 
 @with_options(num_particles=10)
@@ -284,7 +285,7 @@ def refine(
     whether they reached that. It also has a reason if chains hardly move at an end of a latent, as
     in the neck of a funnel, because they hardly enter it either.
 
-    ``refine(model, guide, *args)`` begins with draws of the guide. Each draw is selected from ten
+    ``refine(model, guide, *args)`` begins with draws of the guide. Each draw is selected from 40
     candidates :math:`z^k`, per datum, with probability
 
     .. math:: \Pr(k) = w_k / \sum_j w_j
@@ -317,9 +318,10 @@ def refine(
     :param int num_samples: the number of draws.
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: the keyword arguments of model and guide.
-    :param options: as in :func:`log_evidence`. ``num_particles=10`` is the number of candidates per
-        draw. After ``time_budget`` seconds, the draws that are finished are returned. If chains did
-        not end, ``verdict.reasons`` has an entry for it.
+    :param options: as in :func:`log_evidence`. If an option says how draws are refined,
+        ``num_particles=10`` is the number of candidates per draw. After ``time_budget`` seconds,
+        the draws that are finished are returned. If chains did not end, ``verdict.reasons`` has an
+        entry for it.
     :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`. ``print(draws)`` prints a summary and the verdict.
     :raises ValueError: as :func:`log_evidence`; for transitions of an unadjusted kernel; without a
@@ -356,7 +358,7 @@ def refine(
         guide, args = None, (guide, *args)
     num_samples = check_count("num_samples", num_samples)
     num_transitions = check_count("num_transitions", num_transitions, 0)
-    settings = make_options("refine", options, num_particles=_CANDIDATES)
+    settings = make_options("refine", options, num_particles=10)
     chosen = [n for n in _OF_CHAINS if options.get(n) is not None]
     chosen += ["num_transitions"] * (num_transitions > 0)
     if guide is None and chosen:
@@ -388,7 +390,8 @@ def _automatic(programs: Programs, settings: Options, num_samples: int) -> Poste
 def _by_weights_or_chains(
     programs: Programs, settings: Options, num_samples: int, clock: Clock
 ) -> PosteriorDraws:
-    draws = _refined_draws(programs, settings, num_samples, 0, False, clock)
+    candidates = replace(settings, num_particles=_CANDIDATES)
+    draws = _refined_draws(programs, candidates, num_samples, 0, False, clock)
     if draws.verdict.trusted:
         return draws
     with weights_of(programs, settings, call=clock):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import signature
-from types import CodeType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import pyro
@@ -22,74 +24,130 @@ from pyro_mcvae.ops.compat import HANDLERS, OF_MODULES
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.outside_state import OutsideState
 from pyro_mcvae.programs.outside_values import (
+    CONTAINERS,
     Dependencies,
     attribute,
+    contents,
     is_a,
+    is_written_in,
     items_of,
+    names_of,
     space_of,
 )
+from pyro_mcvae.programs.source_lines import is_core, is_library, is_library_file
 from pyro_mcvae.programs.types import LeadingDimsError, Program, TorchFunction
 
 # The modules of programs.
 
-# The depth to which a program's closures, attributes and lists are searched for modules.
+
+# How many objects of libraries a search passes through in a row.
 _DEPTH = 4
-_OTHERS = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
-_LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch), Trace)
+_PASSED = (nn.Module, FunctionType, MethodType, functools.partial, *CONTAINERS)
+_LEAVES = (Tensor, str, bytes, int, float, complex, type(None), Trace)
 
 
 def find_modules(*programs: Program) -> list[nn.Module]:
-    """Find modules among programs, their closures, named globals, bound objects, attributes and
-    containers."""
-    seen: dict[int, object] = {}
+    """Find the modules that programs may use, wherever they hold them, from the outside in."""
+    return _Search(*programs, *map(poutine.unwrap, programs)).modules
 
-    def visit(value: object, depth: int) -> None:
-        if depth > _DEPTH or is_a(value, _LEAVES) or id(value) in seen:
+
+class _Search:
+    """
+    A search for modules, in the functions and classes of the program's author.
+
+    Other libraries are not searched, except those that define the programs.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._packages = {_package_of(root) for root in roots}
+        self._names: set[str] = set()
+        self._pending = deque((root, 0) for root in roots)
+        self._seen: dict[int, object] = {}
+        while self._pending:
+            self._visit(*self._pending.popleft())
+            if not self._pending:
+                self._visit_modules()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that were found."""
+        return [value for value in self._seen.values() if is_a(value, nn.Module)]
+
+    def _visit(self, value: object, depth: int) -> None:
+        if depth > _DEPTH or is_a(value, _LEAVES) or id(value) in self._seen:
             return
-        seen[id(value)] = value
-        for part in _parts(value):
-            visit(part, depth + 1)
+        self._seen[id(value)] = value
+        if not is_a(value, _PASSED):
+            depth = 0 if self._is_own(value) else depth + 1
+        self._pending.extend((part, depth) for part in self._parts(value))
 
-    for program in (*programs, *map(poutine.unwrap, programs)):
-        visit(program, 0)
-    return [value for value in seen.values() if is_a(value, nn.Module)]
+    def _visit_modules(self) -> None:
+        """Visit the values of Python modules whose names occur in functions."""
+        for module in [v for v in self._seen.values() if is_a(v, ModuleType)]:
+            space = vars(module) if self._is_own(module) else {}
+            named = [space[n] for n in self._names & space.keys()]
+            self._pending.extend((v, 0) for v in named if id(v) not in self._seen)
+
+    def _is_own(self, value: Any) -> bool:
+        """Return whether the programs' author has written a function, class or module."""
+        if is_a(value, FunctionType):
+            is_written, is_installed = not is_core(value.__code__), is_library(value.__code__)
+        else:
+            module = value if is_a(value, ModuleType) else sys.modules.get(_module_of(value))
+            is_written = module is not None and is_written_in(module)
+            is_installed = is_library_file(str(getattr(module, "__file__", "")))
+        return is_written and (not is_installed or _package_of(value) in self._packages)
+
+    def _parts(self, value: Any) -> Iterator[object]:
+        is_own = self._is_own(value)
+        if is_a(value, FunctionType):
+            yield from map(contents, value.__closure__ or ())
+            yield from (value.__defaults__, value.__kwdefaults__)
+            if is_own:
+                names = names_of(value.__code__)
+                self._names |= names.keys()
+                yield from (sys.modules.get(n) for n in names)
+                yield from (value.__globals__.get(n) for n in names)
+        elif is_a(value, type):
+            yield from (
+                v for part in filter(self._is_own, value.__mro__) for v in vars(part).values()
+            )
+            return
+        elif is_a(value, ModuleType):
+            return  # visited by names
+        elif is_a(value, CONTAINERS):
+            yield from items_of(value)
+            return
+        elif is_a(value, functools.partial):
+            yield from (value.func, *value.args, *value.keywords.values())
+        elif is_a(value, property | functools.cached_property):
+            yield from (getattr(value, name, None) for name in ("fget", "func"))
+        elif is_a(value, nn.Module):
+            yield from value.children()
+            yield from (v for name, v in vars(value).items() if name not in OF_MODULES)
+            yield type(value)
+            return
+        yield from (
+            attribute(value, name, None) for name in ("__self__", "__func__", "__wrapped__")
+        )
+        yield from (space_of(value) or {}).values()
+        if is_own:
+            slots = [vars(part).get("__slots__", ()) for part in type(value).__mro__]
+            for names_of_part in ((s,) if is_a(s, str) else s for s in slots):
+                yield from (attribute(value, name, None) for name in names_of_part)
+            yield type(value)
 
 
-def _parts(value: object) -> Iterator[object]:
-    # This runs in every step, so the attributes of each nn.Module are left out.
-    if is_a(value, nn.Module):
-        yield from value.children()
-        yield from (v for name, v in vars(value).items() if name not in OF_MODULES)
-        return
-    if is_a(value, list | tuple | dict):
-        yield from items_of(value)
-        return  # a mapping whose items are attributes may raise KeyError for others
-    if is_a(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    is_own = not str(attribute(value, "__module__", "")).startswith(_OTHERS)
-    yield from {**(globals_of(value) if is_own else {}), **closure_of(value)}.values()
-    yield from (attribute(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
-    yield from (space_of(value) or {}).values()
+def _module_of(value: object) -> str:
+    """Return the Python module of a function or class, or of an object's class."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    kind = value if is_a(value, type | FunctionType) else type(value)
+    return str(attribute(kind, "__module__", ""))
 
 
-def globals_of(function: object) -> dict[str, object]:
-    """Return the globals that a function refers to."""
-    code, scope = attribute(function, "__code__"), attribute(function, "__globals__")
-    if not (is_a(code, CodeType) and is_a(scope, dict)):
-        return {}
-    return {name: scope[name] for name in code.co_names if name in scope}
-
-
-def closure_of(function: object) -> dict[str, object]:
-    """Return the variables that a function closes over."""
-    code, cells = attribute(function, "__code__"), attribute(function, "__closure__")
-    variables: dict[str, object] = {}
-    if not (is_a(code, CodeType) and is_a(cells, tuple)):
-        return variables
-    for name, cell in zip(code.co_freevars, cells, strict=False):
-        with suppress(ValueError):  # the variable has no value yet
-            variables[name] = cell.cell_contents
-    return variables
+def _package_of(value: object) -> str:
+    return _module_of(value).partition(".")[0]
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from pyro_mcvae.programs.outside_values import (
     is_written,
     items_of,
     numpy,
+    pairs_of,
     space_of,
 )
 
@@ -266,7 +267,7 @@ def _with_inner(containers: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
     known = {id(c) for c, _ in containers}
     found = [*containers]
     for container, name in found:
-        pairs = dict.items(container) if is_a(container, dict) else enumerate(items_of(container))
+        pairs = pairs_of(container) if is_a(container, dict) else enumerate(items_of(container))
         for key, value in pairs:
             is_own = is_a(value, list | dict | set | deque) and key not in OF_MODULES
             if is_own and id(value) not in known:
@@ -321,7 +322,7 @@ def _pairs(container: Any, before: Any) -> list[tuple[object, object]]:
 def _copy(container: Any) -> Any:
     """Return the items of a container in one of Python's types, whatever its class overrides."""
     kind: Any = next(k for k in (dict, list, set, deque) if is_a(container, k))
-    return kind(dict.items(container) if kind is dict else kind.__iter__(container))
+    return kind(pairs_of(container) if kind is dict else kind.__iter__(container))
 
 
 def _holds(container: Any, items: Any) -> bool:
@@ -330,7 +331,10 @@ def _holds(container: Any, items: Any) -> bool:
     if len(container) != len(items):
         return False
     if is_a(container, dict):
-        return all(container.get(key, MISSING) is value for key, value in items.items())
+        # The order of keys, too: the first may be the next that a program takes.
+        return all(map(operator.is_, container, items)) and all(
+            map(operator.is_, container.values(), items.values())
+        )
     if is_a(container, set):
         return bool(container == items)
     return all(map(operator.is_, container, items))
@@ -423,6 +427,10 @@ def _refill(container: Any, items: Any) -> None:
             del container[key]
         for key, value in before.items():
             if container.get(key, MISSING) is not value:
+                container[key] = value
+        if is_a(container, dict) and not all(map(operator.is_, _copy(container), before)):
+            for key, value in before.items():
+                del container[key]
                 container[key] = value
     else:
         container.clear()

@@ -10,7 +10,7 @@ import operator
 import random
 import sys
 from argparse import Namespace
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -31,7 +31,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import pyro
@@ -170,10 +170,12 @@ _WITH_ATTRIBUTES = (SimpleNamespace, Namespace, UserDict, UserList, Queue, Optim
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _CACHED = type(lru_cache(len))
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+# Functions that read attributes whose names they hold.
+_NAMING = (operator.attrgetter, operator.methodcaller)
 # Types of attributes that may be replaced; not all of them are searched.
 _WATCHED = (
     *(Tensor, nn.Module, ELBO, Distribution, Transform, *CONTAINERS, SimpleNamespace, Namespace),
-    *(FunctionType, MethodType, functools.partial),
+    *(FunctionType, MethodType, ModuleType, functools.partial, *_NAMING),
     *(type, BuiltinFunctionType, *IMMUTABLE, *_GENERATORS, torch.Generator),
 )
 # Attributes of modules that are followed as parameters, buffers and submodules, or have no effect.
@@ -186,7 +188,8 @@ _DYNAMIC = {
     *("attrgetter", "methodcaller", "copy", "deepcopy", "asdict", "astuple", "fields", "replace"),
     *("dumps", "__slots__", "__reduce__", "__getstate__"),
 }
-
+# Functions by which a program imports a module whose name is a string.
+_IMPORTS = {"modules", "import_module", "__import__"}
 
 Getter: TypeAlias = Callable[[Any], object]
 
@@ -273,14 +276,21 @@ class Dependencies:
     _bytes: int = 0
 
     @classmethod
-    def of(cls, *roots: object, executed: ExecutedCode, contents: bool = False) -> Dependencies:
+    def of(
+        cls,
+        *roots: object,
+        executed: ExecutedCode,
+        contents: bool = False,
+        named: Iterable[str] = (),
+    ) -> Dependencies:
         """
         Collect everything that is read from the roots on, with its present values.
 
         :param executed: the functions to follow.
         :param contents: whether to compare also tensors that require no gradient.
+        :param named: names that other functions refer to.
         """
-        names: set[str] = set()
+        names: set[str] = {*named}
         _KINDS.clear()
         while True:
             dependencies = cls(executed, contents, _names=frozenset(names))
@@ -288,14 +298,15 @@ class Dependencies:
                 if is_a(root, Tensor):
                     dependencies.watch_gradient(root, "an argument")
                 dependencies._visit(root, type(root).__name__, 0)
-            if executed.codes is None or dependencies._named <= names:
+            if dependencies._named <= names:
                 break
             names |= dependencies._named  # functions are reached by attributes, named in functions
         return dependencies
 
     def with_arguments(self, *arguments: object) -> Dependencies:
         """Return the same with what the arguments of a call hold, and these tensors themselves."""
-        held = Dependencies.of(*arguments, executed=ExecutedCode(unknown=True))
+        unknown = ExecutedCode(unknown=True)
+        held = Dependencies.of(*arguments, executed=unknown, named=self._names)
         given = [t for t in arguments if is_a(t, Tensor)]
         entries = [*held.entries, *(Entry(_itself, t, t, "an argument") for t in given)]
         return replace(
@@ -341,6 +352,7 @@ class Dependencies:
                 self.objects.append(value)
                 self._named.update(names_of(value.__code__))
         self._seen[id(value)] = value
+        self._named.update(_names_held(value))
         if is_a(value, _CACHED):
             self._cached.add(id(value.__wrapped__))
         if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
@@ -399,6 +411,9 @@ class Dependencies:
             for kind, space in compat.tables_of(value).items():
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
                 yield from _named(space, "", f" of the {kind} of {name}")
+        elif is_a(value, ModuleType):
+            if is_written_in(value):
+                yield from _named(vars(value), "", f" of {name}", self._names_in(vars(value)))
         elif is_a(value, CONTAINERS):
             yield from self._items(value, name)
         elif _is_array(value):
@@ -428,10 +443,31 @@ class Dependencies:
         elif is_a(value, type) and is_written(value):
             yield from self._class_attributes(value, value)
 
+    def _names_in(self, space: dict[str, object]) -> list[str]:
+        """Return the names of a module's values that may have been read."""
+        computed = not _DYNAMIC.isdisjoint(self._names)
+        return [
+            name
+            for name, value in space.items()
+            if name in self._names or (computed and name[:2] != "__" and self._is_computed(value))
+        ]
+
+    def _is_computed(self, value: object) -> bool:
+        """Return whether a value of a module may be read by a name that is computed."""
+        if is_a(value, ModuleType):
+            return False
+        functions = _kind(value).methods if is_a(value, type) else [value]
+        if not all(is_a(f, FunctionType) for f in functions):
+            return _is_watched(value)
+        return self.executed.codes is not None and any(
+            self.executed.has(f.__code__) for f in cast("list[FunctionType]", functions)
+        )
+
     def _items(self, value: Any, name: str) -> Iterator[Entry]:
         if is_a(value, set | frozenset):
             self._count += len(value) // 8
             yield Entry(frozenset, value, frozenset(value), name)
+            yield from _objects_in(value, name)
             return
         self._count += len(value)
         if self._count > _MAX_ENTRIES:
@@ -440,15 +476,13 @@ class Dependencies:
             )
         elif len(value) > _SHORT:
             yield Entry(flat_items, value, flat_items(value), name)
-            for entry in items_of(value):
-                if not is_plain(entry):
-                    yield Entry(_itself, entry, entry, f"an item of {name}")
+            yield from _objects_in(value, name)
         else:
             if is_a(value, dict):
                 yield Entry(tuple, value, tuple(value), f"the keys of {name}")
             elif not is_a(value, tuple):
                 yield Entry(len, value, len(value), f"the length of {name}")
-            pairs = dict.items(value) if is_a(value, dict) else enumerate(value)
+            pairs = pairs_of(value) if is_a(value, dict) else enumerate(value)
             get = functools.partial(item, value)
             yield from (Entry(get, k, v, f"{name}[{k!r}]") for k, v in list(pairs))
 
@@ -569,18 +603,19 @@ def _is_state(now: Any, then: Any) -> bool:
 
 def _globals(function: FunctionType) -> Iterator[Entry]:
     space, names = function.__globals__, names_of(function.__code__, strings=False)
+    # A module that a function imports itself is not a global, but is followed too.
+    imported = names if _IMPORTS.isdisjoint(names) else names_of(function.__code__)
     if "globals" in names:
         names |= dict.fromkeys(space)
     for name in names:
-        # A module that a function imports itself is not a global, but is followed too.
-        value = space.get(name, sys.modules.get(name, MISSING))
-        if is_a(value, ModuleType):
-            dynamic = not _DYNAMIC.isdisjoint(names)
-            yield from _module_entries(value, vars(value) if dynamic else names, set())
-        elif value is not MISSING and name in space:
+        if name in space:
             yield from _named(space, "global ", "", [name])
         elif name in _stored_globals(function.__code__):
             yield Entry(space.__contains__, name, False, f"global '{name}'")
+    for name in imported:
+        module = MISSING if name in names and name in space else sys.modules.get(name, MISSING)
+        if is_a(module, ModuleType) and is_written_in(module):
+            yield Entry(sys.modules.get, name, module, f"module {name}")
 
 
 @lru_cache(maxsize=8192)
@@ -590,16 +625,11 @@ def _stored_globals(code: CodeType) -> frozenset[str]:
     return frozenset(stores)
 
 
-def _module_entries(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
-    """Yield the entries of these names in a user's module and its submodules."""
-    if not _is_written_in(module) or id(module) in seen:
-        return
-    seen.add(id(module))
-    inner = [n for n in names if n in vars(module)]
-    yield from _named(vars(module), "", f" of module {module.__name__}", inner)
-    for value in (vars(module)[n] for n in inner):
-        if is_a(value, ModuleType):
-            yield from _module_entries(value, names, seen)
+def _objects_in(container: Any, name: str) -> Iterator[Entry]:
+    """Yield the items of a container whose own values may change."""
+    for value in items_of(container):
+        if not is_plain(value):
+            yield Entry(_itself, value, value, f"an item of {name}")
 
 
 def _named(
@@ -634,8 +664,18 @@ def array_content(value: Any) -> object:
 
 def flat_items(value: Any) -> tuple[object, ...]:
     if is_a(value, dict):
-        return tuple(part for pair in dict.items(value) for part in pair)
+        return tuple(part for pair in pairs_of(value) for part in pair)
     return tuple(value)
+
+
+def _names_held(value: object) -> Iterator[str]:
+    """Yield the strings that a function holds as arguments, which may name attributes."""
+    held: tuple[object, ...] = ()
+    if is_a(value, functools.partial):
+        held = (*value.args, *value.keywords.values())
+    elif is_a(value, _NAMING):
+        held = cast(Any, value).__reduce__()[1]
+    yield from (name for text in held if is_a(text, str) for name in text.split("."))
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
@@ -649,7 +689,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
     elif is_a(value, nn.Module) or is_of_the_user(value):
         parts = _kind(type(value)).methods
     elif is_a(value, type):
-        parts = _kind(value).methods if is_written(value) else []
+        parts = [m for k in (value, type(value)) if is_written(k) for m in _kind(k).methods]
     else:
         names = ("wrapped", "defaults", "kwdefaults")
         parts = [attribute(value, f"__{n}__", None) for n in names]
@@ -712,13 +752,19 @@ def is_of_the_user(value: object) -> bool:
 def is_written(kind: type) -> bool:
     """Return whether a class is defined in a file or notebook outside Python and PyTorch."""
     module = sys.modules.get(kind.__module__)
-    return kind.__module__ == "__main__" or (module is not None and _is_written_in(module))
+    return kind.__module__ == "__main__" or (module is not None and is_written_in(module))
 
 
-def _is_written_in(module: ModuleType) -> bool:
-    path = getattr(module, "__file__", None)
-    numeric = module.__name__.partition(".")[0] == "numpy"
-    return bool(path) and not numeric and not is_core_file(str(path))
+def is_written_in(module: ModuleType) -> bool:
+    """Return whether a Python module, or a folder of modules, is outside Python and PyTorch."""
+    package, _, inner = module.__name__.partition(".")
+    space = vars(module)
+    path = space.get("__file__") or next(iter(space.get("__path__") or ()), None)  # of a folder
+    if path is None:  # it is built in, or was made without a file
+        outer = sys.modules.get(package) if inner else None
+        is_made = getattr(space.get("__spec__"), "origin", None) is None
+        return is_made and (outer is None or is_written_in(outer))
+    return package != "numpy" and not is_core_file(str(path))
 
 
 def can_be_split(value: object) -> bool:
@@ -762,6 +808,11 @@ def space_of(value: object) -> dict[str, Any] | None:
         with suppress(Exception):  # that of the class may raise
             space = object.__getattribute__(value, "__dict__")
     return space if is_a(space, dict) else None
+
+
+def pairs_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dict in its order, whatever its class overrides."""
+    return (OrderedDict if is_a(container, OrderedDict) else dict).items(container)
 
 
 def items_of(container: Any) -> Iterable[object]:

@@ -36,10 +36,10 @@ def is_own(code: CodeType) -> bool:
 
 def is_library(code: CodeType) -> bool:
     """Return whether a function is core, or in an installed package (possibly the program's)."""
-    return _is_library_file(code.co_filename)
+    return is_library_file(code.co_filename)
 
 
-def _is_library_file(name: str) -> bool:
+def is_library_file(name: str) -> bool:
     """Return whether a file is core, or in an installed package."""
     return is_core_file(name) or name.startswith(_INSTALLED)
 
@@ -56,7 +56,7 @@ def is_generated(frame: FrameType) -> bool:
         return False
     name = str(frame.f_globals.get("__name__", "__main__"))
     path = getattr(sys.modules.get(name), "__file__", None)
-    return name.startswith("namedtuple_") or (path is not None and _is_library_file(path))
+    return name.startswith("namedtuple_") or (path is not None and is_library_file(path))
 
 
 def in_assertion(frame: FrameType) -> bool:

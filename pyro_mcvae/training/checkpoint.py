@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import pickle
+import re
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,6 +122,10 @@ def _module_of(program: object) -> nn.Module | None:
 def _as_part(name: str, value: object) -> Part:
     value = _unwrapped(value)
     kind = type(value).__name__
+    if value is pyro.get_param_store():
+        raise ValueError(
+            f"part '{name}' is Pyro's parameter store, which every checkpoint has: leave it out"
+        )
     if isinstance(value, ELBOModule):
         kind = f"ELBOModule({type(value.elbo).__name__})"
     if isinstance(value, nn.Module):
@@ -328,9 +333,10 @@ def read_content(path: Path, weights_only: bool) -> Content:
     except OSError:
         raise
     except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
-            f"{path} contains more than tensors and plain values: pass weights_only=False if you "
-            f"trust it"
+            f"{path} contains more than tensors and plain values"
+            f"{f' (a {found[1]})' if found else ''}: pass weights_only=False if you trust it"
         ) from error
     except Exception as error:  # a flipped bit can change any field of the archive
         raise ValueError(f"{path} is damaged, or not a checkpoint: {error}") from error

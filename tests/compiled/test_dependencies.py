@@ -1,5 +1,7 @@
 """What programs see besides their arguments is watched, wherever they keep it."""
 
+import importlib
+import operator
 import sys
 import threading
 from array import array
@@ -10,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from multiprocessing import Value
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,9 @@ outer.__file__ = inner.__file__ = __file__
 outer.inner, inner.width = inner, 1.0  # type: ignore[attr-defined]
 
 
+OUTER = outer
+
+
 def _of(held: Any) -> tuple[Callable[[], float], Callable[[float], None]]:
     return lambda: held.width, lambda value: setattr(held, "width", value)
 
@@ -118,6 +123,64 @@ def _of_another_class(name: str) -> Any:
 
 def _of_an_inner_module() -> Any:
     return lambda: outer.inner.width, lambda value: setattr(inner, "width", value)
+
+
+def _of_a_module_at(reach: Callable[[ModuleType], Callable[[], Any]]) -> Callable[[], Any]:
+    """A value in a Python module, which may be anywhere."""
+
+    def made() -> Any:
+        module = ModuleType("settings")
+        module.width = 1.0  # type: ignore[attr-defined]
+        return reach(module), lambda value: setattr(module, "width", value)
+
+    return made
+
+
+def _held_by_an_object(module: ModuleType) -> Callable[[], Any]:
+    held = Bare()
+    held.part = module
+    return lambda: held.part.width
+
+
+def _in_a_list(module: ModuleType) -> Callable[[], Any]:
+    held = [module]
+    return lambda: held[0].width  # type: ignore[attr-defined]
+
+
+def _as_a_default(module: ModuleType) -> Callable[[], Any]:
+    def get(settings: Any = module) -> float:
+        return float(settings.width)
+
+    return get
+
+
+def _within_a_folder(module: ModuleType) -> Callable[[], Any]:
+    """A package without ``__init__.py`` has no file."""
+    package: Any = ModuleType("package")
+    package.__path__, package.settings = ["/home/me/package"], module
+    return lambda: package.settings.width
+
+
+def _of_a_global_module() -> Any:
+    other = ModuleType("other")
+    other.inner = SimpleNamespace(width=2.0)  # type: ignore[attr-defined]
+    return lambda: outer.inner.width, lambda value: globals().update(
+        outer=other if value == 2 else OUTER
+    )
+
+
+def _of_an_imported_module(get: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: (get, lambda value: setattr(inner, "width", value))
+
+
+class Meta(type):
+    @property
+    def width(cls) -> float:
+        return float(vars(cls)["_width"])
+
+
+class Settings(metaclass=Meta):
+    _width = 1.0
 
 
 def _of_a_module_that_is_imported_within() -> Any:
@@ -325,6 +388,22 @@ PLACES: dict[str, Callable[[], Any]] = {
     "private, of a module": lambda: _of(Private()),
     "inner module": _of_an_inner_module,
     "module that is imported within": _of_a_module_that_is_imported_within,
+    "module that is closed over": _of_a_module_at(lambda m: lambda: m.width),  # type: ignore[attr-defined]
+    "module that an object has": _of_a_module_at(_held_by_an_object),
+    "module in a list": _of_a_module_at(_in_a_list),
+    "module that is a default": _of_a_module_at(_as_a_default),
+    "module in a folder": _of_a_module_at(_within_a_folder),
+    "module of a partial": _of_a_module_at(lambda m: partial(getattr, m, "width")),
+    "module of a getter": _of_a_module_at(lambda m: partial(operator.attrgetter("width"), m)),
+    "module by its name": _of_an_imported_module(lambda: sys.modules["outer.inner"].width),
+    "module that is imported by its name": _of_an_imported_module(
+        lambda: importlib.import_module("outer.inner").width
+    ),
+    "global module that is replaced": _of_a_global_module,
+    "property of a class": lambda: (
+        lambda: Settings.width,
+        lambda value: setattr(Settings, "_width", value),
+    ),
     "mode of a module that an object holds": _of_a_module_that_an_object_holds,
     "keyword-only default": _of_a_keyword,
     "attribute of a function": _of_a_function,

@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 from array import array as array_of_numbers
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from contextvars import ContextVar
 from queue import Queue
 from weakref import WeakKeyDictionary
@@ -406,6 +406,43 @@ def test_memory_banks_hold_what_a_step_leaves(name, flat):
         assert len(bank) == per_step * step
         assert bool(torch.stack(list(recent)).isfinite().all())
         assert torch.equal(latest["z"], bank[-1])
+
+
+def takes_the_oldest(queue):
+    """A dict that hands out its first key and drops it."""
+    return queue.pop(next(iter(queue)))
+
+
+def uses_the_oldest(cache):
+    """A cache of what was used last, at its end."""
+    key = next(iter(cache))
+    cache.move_to_end(key)
+    return cache[key]
+
+
+@pytest.mark.parametrize("size", [50, 100])
+@pytest.mark.parametrize(
+    ("kind", "take"), [(dict, takes_the_oldest), (OrderedDict, uses_the_oldest)]
+)
+def test_dicts_keep_their_order(kind, take, size):
+    """Long dicts are compared as one value, and short ones key by key."""
+    held, shown = kind((i, float(i)) for i in range(size)), []
+
+    def model(x):
+        shown.append(take(held))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
+
+    svi = training(model, "sgvb")
+    for step in range(9):
+        shown.clear()
+        svi.step(X)
+        assert shown[0] == step
+        assert [*held] == [
+            *range(step + 1, size),
+            *(range(step + 1) if take is uses_the_oldest else ()),
+        ]
 
 
 class Lazy(nn.Module):

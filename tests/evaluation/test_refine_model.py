@@ -1,6 +1,7 @@
 """Posterior draws without a guide: exact moments, equivariance, modes, verdicts, side effects."""
 
 import math
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -10,7 +11,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_mcvae import HMC, refine
+from pyro_mcvae import HMC, laplace_init, refine
 from pyro_mcvae.evaluation import ensemble
 from pyro_mcvae.evaluation.ensemble import normal_scores, split_r_hat
 from tests.models import ConjugateGaussian
@@ -190,6 +191,27 @@ def test_discrete_sites_that_are_not_enumerated_are_named():
         refine(model)
 
 
+LATENTS_ON_NO_LINE = {
+    "is an angle (VonMises).*periodic": lambda: dist.VonMises(0.0, 1.0),
+    "(ProjectedNormal) has no unconstrained form (Cannot transform _Sphere": lambda: (
+        dist.ProjectedNormal(torch.ones(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [refine, laplace_init])
+@pytest.mark.parametrize("why", LATENTS_ON_NO_LINE)
+def test_latents_without_unconstrained_coordinates_are_named(make, why):
+    """There is no guide that could be at fault, and one is the remedy."""
+
+    def model():
+        pyro.sample("u", LATENTS_ON_NO_LINE[why]())
+
+    pattern = re.escape(why).replace(re.escape(".*"), ".*")
+    with pytest.raises(ValueError, match=f"site 'u' {pattern}.*pass a guide that draws it"):
+        make(model)
+
+
 def test_subsampled_plates_are_named():
     def model():
         with pyro.plate("data", 4, subsample_size=2) as i:
@@ -259,6 +281,27 @@ def test_weights_of_a_good_guide_suffice():
     moved = refine(exact.model, exact.guide, seed=0)
     assert moved.verdict.method == "draws of the guide, moved by chains"
     assert_near(moved["z"], *exact.posterior())
+
+
+def test_draws_that_are_selected_by_weight_have_the_means_of_the_posterior():
+    """Up to a twentieth of a standard deviation, and four errors of the mean."""
+    x = torch.tensor([0.5, 2.0, -1.0])
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def prior():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(pyro.param("loc", torch.zeros(3)), 1.0))
+
+    prior()
+    draws = refine(model, prior, seed=0, num_samples=20_000)
+    assert draws.verdict.method == "draws of the guide, selected by weight"
+    assert draws.verdict.trusted
+    error = (draws["z"].mean(0) - x / 2).abs() / 0.5**0.5
+    assert bool((error < 0.05 + 4 / 20_000**0.5).all())
 
 
 def test_a_guide_whose_training_has_not_converged_is_named():
