@@ -264,21 +264,24 @@ def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]
     As many positions as entries may leave all of them at their place. Others change the size, which
     does not pass unnoticed.
     """
-    values = [*args[:-1], *args[-1].values()]
+    *given, options = args
+    values = [options["input"], *given] if "input" in options else given
+    values += [value for key, value in options.items() if key != "input"]
     source, *others = values
+    if not isinstance(source, Tensor):
+        return
     if name in _INDEXED:
         index = others[0] if isinstance(others[0], tuple) else (others[0],)
         taken = [_dims_of(part) for part in index]
         for i, part in enumerate(index):
             after_all = any(p is ... for p in index[:i])
             dim = -sum(taken[i:]) if after_all else sum(taken[:i])
-            if _are_positions(part) and part.numel() == source.shape[dim]:
-                yield part.reshape(-1), 0
+            if _are_positions(part):
+                yield from _dims_for(part, source.shape[dim])
     elif name in ("embedding", "take"):
         for part, table in (values[:2], values[1::-1]):
-            size = table.numel() if name == "take" else len(table)
-            if _are_positions(part) and part.numel() == size:
-                yield part.reshape(-1), 0
+            if _are_positions(part):
+                yield from _dims_for(part, table.numel() if name == "take" else len(table))
     elif name in _ALONG:
         dim = int(next((v for v in others if isinstance(v, Integral)), 0))
         for part in filter(_are_positions, others):
@@ -286,6 +289,14 @@ def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]
                 yield part.cumsum(0) - 1, 0
             elif part.dim() == 1 or part.shape[dim] == source.shape[dim]:
                 yield part, min(dim, part.dim() - 1)
+
+
+def _dims_for(positions: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield positions in a dim of this size, with each of their dims that has as many."""
+    if positions.numel() == size > 1:
+        yield positions.reshape(-1), 0
+    elif size > 1:  # as neighbors of each entry
+        yield from ((positions, i) for i, n in enumerate(positions.shape) if n == size)
 
 
 def _dims_of(part: object) -> int:

@@ -468,11 +468,13 @@ ARRANGED = {
     "index_put": lambda z, at: torch.zeros_like(z.T).index_put((at,), z.T).T,
     "index_select": lambda z, at: torch.index_select(z, -1, at),
     "index_select by name": lambda z, at: torch.index_select(z, dim=-1, index=at),
+    "gather by name": lambda z, at: torch.gather(dim=-1, index=at.expand(z.shape), input=z),
     "gather": lambda z, at: z.gather(-1, at.expand(z.shape)),
     "take_along_dim": lambda z, at: torch.take_along_dim(z, at.expand(z.shape), -1),
     "scatter": lambda z, at: torch.zeros_like(z).scatter(-1, at.expand(z.shape), z),
     "index_add": lambda z, at: torch.zeros_like(z).index_add(-1, at, z),
     "embedding": lambda z, at: torch.nn.functional.embedding(at, z.T).T.squeeze(-2),
+    "neighbors": lambda z, at: z[..., torch.stack([at, torch.arange(2)], -1)].mean(-1),
     "repeats": lambda z, at: z.repeat_interleave(at + 1 - torch.arange(2), -1),
 }
 
