@@ -688,7 +688,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         if used is not None and used.names:
             make = partial(with_priors, programs.model, dict.fromkeys(used.names))
             # The same model again, whose analyses are kept.
-            model = self.sampler.analyses.made_of(programs, used.names, make)
+            model = self.sampler.analyses.derived(programs, used.names, make)
             counted = replace(programs, model=model)
         estimate = self._estimate_of(counted)
         if used is not None and (is_recording() or not estimate.runs):

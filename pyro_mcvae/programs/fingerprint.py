@@ -259,10 +259,9 @@ def _positions(value: Any) -> Iterator[object]:
 
 def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
     """
-    Yield the tensors of positions that may arrange a dim in another way, with their own dim for it.
+    Yield tensors of positions that may leave all entries of a dim at their place, or may not.
 
-    As many positions as entries may leave all of them at their place. Others change the size, which
-    does not pass unnoticed.
+    :returns: with each, its own dim for that dim, which has as many positions as that has entries.
     """
     *given, options = args
     values = [options["input"], *given] if "input" in options else given

@@ -164,15 +164,15 @@ class _Pair:
 
     def __init__(self, pair: tuple[Program, Program], like: _Pair | None) -> None:
         self.programs = pair
-        self._made: int = 1 if like is None else like._made + 1
+        self._nth: int = 1 if like is None else like._nth + 1
         self._analyses: dict[int, Analysis] = {}  # the most recent is the last
-        if like is not None and not is_due(self._made):
+        if like is not None and not is_due(self._nth):
             # 0 stands for operations that are not known.
             self._analyses |= {f: a for f, a in like._analyses.items() if f}
         self._watches: dict[Hashable, list[_Watch]] = {}
         self._last: _Use | None = None
         self.read: Dependencies | None = None  # by the last run that was watched
-        self.made: dict[Hashable, Program] = {}
+        self.derived: dict[Hashable, Program] = {}
 
     def begin(self, call: Call) -> _Use:
         """Return the analysis of a call, or the most recent one if something has changed."""
@@ -358,12 +358,12 @@ class Analyses:
             self._warn(_ITERATOR % read.iterator)
         return read.with_arguments(*programs.args, *programs.kwargs.values())
 
-    def made_of(self, programs: Programs, key: Hashable, make: Callable[[], Program]) -> Program:
-        """Return a program made of this model and guide, kept as long as these."""
-        made = self._use(programs).pair.made
-        if key not in made:
-            made[key] = make()
-        return made[key]
+    def derived(self, programs: Programs, key: Hashable, make: Callable[[], Program]) -> Program:
+        """Return a program derived from this model and guide, kept as long as these."""
+        derived = self._use(programs).pair.derived
+        if key not in derived:
+            derived[key] = make()
+        return derived[key]
 
     def renew(self, programs: Programs) -> bool:
         """Begin an analysis for a call that may execute other operations; return whether it may."""
