@@ -179,7 +179,7 @@ def test_chains_differentiate_gradients_and_others_do_not(objective):
         assert counts["double backward"] == [4, 7, 3]
 
 
-@pytest.mark.parametrize("make", [run_modes.topics, partial(run_modes.hidden_markov, length=3)])
+@pytest.mark.parametrize("make", [run_modes.topics, partial(run_modes.hidden_markov, length=2)])
 def test_particles_are_run_in_each_way_and_are_the_same(make):
     case, x = make("cpu")
     losses = []
