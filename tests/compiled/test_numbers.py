@@ -178,7 +178,7 @@ def test_plates_that_are_looped_over() -> None:
         loss = CompiledELBO(loss, "eager") if compiled else loss
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
         torch.manual_seed(1)
-        runs.append([svi.step(i) for i in [None] * 5 + [order] * 3 + [order.flip(0)]])
+        runs.append([svi.step(i) for i in [None] * 6 + [order] * 4 + [order.flip(0)]])
     assert runs[0] == runs[1]
     assert uses(loss) > 3
     assert not reasons(loss)

@@ -74,7 +74,11 @@ def scaled_evidence(num=1500):
 
 @pytest.mark.parametrize(
     ("objective", "vectorize"),
-    [*((c, True) for c in CHAINS), pytest.param("sis", False, marks=pytest.mark.slow)],
+    [
+        ("sis", True),
+        pytest.param("ais", True, marks=pytest.mark.slow),
+        pytest.param("sis", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_scale_that_is_drawn_moves_with_the_chain(objective, vectorize):
     # A guide whose sites depend on each other through scales is no mean-field guide.
