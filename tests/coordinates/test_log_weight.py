@@ -136,7 +136,7 @@ def moved(example, log_weight, count=3, step=0.3):
     return at + step * data(*at.shape, seed=9) if example.smooth else at
 
 
-@in_turn("coordinates", COORDINATES, every=2)
+@in_turn("coordinates", COORDINATES)
 def test_log_weights_are_those_of_plain_traces(name, vectorize, coordinates):
     example = EXAMPLES[name]()
     log_weight = example.log_weight(3, vectorize, coordinates)

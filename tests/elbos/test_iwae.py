@@ -414,7 +414,7 @@ SAME_MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(SAME_MEANS, "chain", "scales"))
+@pytest.mark.parametrize("name", some_slow(SAME_MEANS, "scales"))
 def test_every_estimator_has_the_mean_of_reparam(name):
     make, estimators = SAME_MEANS[name]
     programs, count, means = make(), 20, {}
