@@ -237,7 +237,7 @@ def masked_by(mask, of_guide=True, read=lambda z: z, observed=lambda m: True):
 ALL = torch.ones(3, dtype=torch.bool)
 
 
-@in_turn(make=[*WEIGH, "compiled"], steps=[1, 2, 5, 9])
+@in_turn(make=[*WEIGH, "compiled"], steps=[1, 2, 3, 5])
 def test_masks_that_change_are_found_at_once(make, steps):
     mask, elbo = [ALL], WEIGH[make]()
     pair = masked_by(mask)
@@ -256,7 +256,7 @@ def test_masks_of_padding_may_change_at_each_step(make, of_guide, first):
     mask, elbo = [first], WEIGH[make]()
     pair = masked_by(mask, of_guide, observed=lambda m: m)
     fn = dist.Normal(0.0, 2**0.5)
-    for i in range(12):
+    for i in range(6):
         mask[0] = ALL.clone() if i % 3 == 0 else torch.arange(3) != i % 3
         exact = torch.where(mask[0], fn.log_prob(X), 0.0).sum()
         if of_guide:
@@ -362,7 +362,7 @@ IGNORES = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_masked_draws_that_data_may_read_are_found_by_every_seed(read):
     """Whatever the draw: another one would seldom pass a threshold, or a dropped unit."""
-    for seed in range(5):
+    for seed in range(3):
         pyro.set_rng_seed(seed)
         with pytest.raises(ValueError, match=READ):
             TraceIWAE_ELBO(3).loss(*gated(read))

@@ -20,6 +20,7 @@ from pyro_mcvae import (
     TraceTruncated_ELBO,
     TruncatedPosterior,
 )
+from tests.cases import every
 from tests.params import in_turn
 
 # What this comparison refuses is run under vmap otherwise: see particles/test_modes.py.
@@ -174,7 +175,7 @@ class Solver(nn.Module):
     def forward(self, h):
         y = torch.zeros_like(h)
         while (h.tanh() - y).detach().abs().max() > 2e-4:
-            y = y + 0.05 * (h.tanh() - y)
+            y = y + 0.4 * (h.tanh() - y)
         return y
 
 
@@ -210,7 +211,7 @@ class Guarded(nn.Module):
         raise ValueError("not finite")
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", every(2, OBJECTIVES))
 def test_other_decisions_are(name):
     pair = Pair(Guarded())
     OBJECTIVES[name](vectorize_particles=True).loss(pair.model, pair.guide)
@@ -232,7 +233,7 @@ def test_the_comparison_is_made_on_one_minibatch(with_global, size, caplog):
                 pyro.sample("x", dist.Normal(z.softmax(dim), 0.7).to_event(1), obs=x[i])
 
     guide, wrong = functools.partial(program, False, -1), functools.partial(program, True, 1)
-    for seed in range(3):
+    for seed in range(2):
         pyro.set_rng_seed(seed)
         with pytest.raises(RuntimeError, match="'x' of the model has another log density"):
             TraceIWAE_ELBO(4, vectorize_particles=True).loss(wrong, guide)

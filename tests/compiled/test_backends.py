@@ -242,7 +242,7 @@ def test_gradients_add_up_and_weights_stay(backend: Any) -> None:
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         weights[loss] = []
-        for _ in range(12):
+        for _ in range(7):
             loss.loss_and_grads(model, guide)
             weights[loss].append(loss.last_step.log_weight)
         total[loss] = pyro.param("loc").unconstrained().grad

@@ -53,7 +53,8 @@ SUMMED = {
 }
 CASES = {**QUICK, **SLOW, **SUMMED}
 cases = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK or n == "rb-nvil")) for n in CASES],
 )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import pyro_mcvae as mc
+from tests.cases import some_slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "costs.md"
 SIZES = {"K": 5, "P": 3, "L": 2, "k": 2, "n": 2, "S": 6, "C": 8, "c": 2}
@@ -168,7 +169,11 @@ def test_the_table_has_every_objective() -> None:
     assert list(rows()) == list(OBJECTIVES)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+# Each kind of objective and of chain; the others differ in a kernel or an estimator.
+SLOW = "AIS, MALA", "AIS, random walk", "SIS, reweighted", "Truncated, few children"
+
+
+@pytest.mark.parametrize("name", some_slow(OBJECTIVES, *SLOW))
 def test_costs(name: str) -> None:
     result, written = counted(name), tuple(value(cell) for cell in rows()[name])
     assert result == written

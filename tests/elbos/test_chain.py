@@ -265,7 +265,7 @@ def decoder_pair():
 )
 def test_moves_that_go_too_far_are_warned_of_once(elbo, warns, caplog):
     both, loss = decoder_pair(), elbo()
-    for _ in range(16):
+    for _ in range(10):
         loss.loss_and_grads(*both)
     lines = [r.getMessage() for r in caplog.records if "go too far" in r.getMessage()]
     assert len(lines) == warns

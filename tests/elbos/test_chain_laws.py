@@ -67,7 +67,9 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "kernel", "coordinates"),
     [
-        (m, k, ("noise", "latent")[i % 2])
+        pytest.param(
+            m, k, ("noise", "latent")[i % 2], marks=pytest.mark.slow if (i + j) % 4 else ()
+        )
         for i, m in enumerate(MODELS)
         for j, k in enumerate(KERNELS)
         if (i + j) % 2 == 0
@@ -144,7 +146,7 @@ def test_adaptation_reaches_its_target_in_training_and_only_there(cls, kernel):
     elbo.bounds(exact.model, exact.guide)
     assert step_size().item() == pytest.approx(elbo.kernel.initial_step_size)
     rates = []
-    for i in range(100):
+    for i in range(70):
         with pyro.validation_enabled(i == 0):
             elbo.loss_and_grads(exact.model, exact.guide)
         rates.append(elbo.last_step.acceptance.mean())
@@ -177,7 +179,7 @@ def test_a_few_diverged_chains_shorten_an_unadjusted_step():
     elbo = TraceSIS_ELBO(6, UnderdampedLangevin(AdaptiveStepSize(0.6)))
     first = elbo.loss(model, guide)
     with pyro.validation_enabled(False):  # it costs most of the time
-        for _ in range(40):
+        for _ in range(30):
             elbo.loss_and_grads(model, guide)
     # 98 of 100 chains could go further: the mean of the acceptance does not see the others.
     assert elbo.last_step.acceptance.mean() > 0.95

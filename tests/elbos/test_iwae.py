@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.programs.run import Programs
+from tests.cases import some_slow
 from tests.estimates import assert_gradient, assert_mean, gradients, values
 from tests.models import (
     BetaBernoulli,
@@ -413,7 +414,7 @@ SAME_MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", SAME_MEANS)
+@pytest.mark.parametrize("name", some_slow(SAME_MEANS, "scales"))
 def test_every_estimator_has_the_mean_of_reparam(name):
     make, estimators = SAME_MEANS[name]
     programs, count, means = make(), 20, {}

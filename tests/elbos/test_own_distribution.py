@@ -65,7 +65,7 @@ def test_judges_take_it_and_chains_say_what_they_need():
 
 
 def test_draws_that_nothing_moves_need_no_coordinate():
-    options = {"num_samples": 50, "num_particles": 4, "vectorize_particles": False}
+    options = {"num_samples": 10, "num_particles": 4, "vectorize_particles": False}
     result = []
     for fn in (dist.Normal, OwnNormal):
         pyro.clear_param_store()

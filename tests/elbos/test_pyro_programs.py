@@ -74,7 +74,11 @@ def scaled_evidence(num=1500):
 
 @pytest.mark.parametrize(
     ("objective", "vectorize"),
-    [*((c, True) for c in CHAINS), pytest.param("sis", False, marks=pytest.mark.slow)],
+    [
+        ("sis", True),
+        pytest.param("ais", True, marks=pytest.mark.slow),
+        pytest.param("sis", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_scale_that_is_drawn_moves_with_the_chain(objective, vectorize):
     # A guide whose sites depend on each other through scales is no mean-field guide.
@@ -114,11 +118,11 @@ def test_a_factor_belongs_to_the_latents_that_scale_or_mask_it(how):
     with pyro.validation_enabled(False):
         losses = torch.stack(
             [
-                torch.tensor([TraceIWAE_ELBO(3, joint=j).loss(model, guide) for _ in range(30)])
+                torch.tensor([TraceIWAE_ELBO(3, joint=j).loss(model, guide) for _ in range(16)])
                 for j in (False, True)
             ]
         )
-    error = (losses.var(1).sum() / 30).sqrt()
+    error = (losses.var(1).sum() / 16).sqrt()
     assert abs(losses.mean(1).diff()) < 4 * error
 
 

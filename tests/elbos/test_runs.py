@@ -26,6 +26,7 @@ from pyro_mcvae import (
     WakeSleep,
     compare,
 )
+from tests.cases import every
 from tests.params import in_turn
 from tests.tally import Tally
 
@@ -92,11 +93,17 @@ STEADY = {"sis": (4, 1), "ais": (5, 1), "wake-sleep": (2, 2)}
 
 # Only chains smooth kinks.
 @pytest.mark.parametrize(
-    ("name", "activation"), [*((n, nn.Tanh) for n in LOSSES), ("sis", nn.ReLU), ("ais", nn.ReLU)]
+    ("name", "activation"),
+    [
+        *((n, nn.Tanh) for n in LOSSES if n != "ais"),
+        pytest.param("ais", nn.Tanh, marks=pytest.mark.slow),
+        pytest.param("sis", nn.ReLU, marks=pytest.mark.slow),
+        ("ais", nn.ReLU),
+    ],
 )
 def test_programs_run_twice_more_at_uses_one_two_four_eight(name, activation):
     """Once more in the first step, to smooth kinks or to find the nesting of plates."""
-    counts = Pair(activation).step_counts(LOSSES[name](), 12)
+    counts = Pair(activation).step_counts(LOSSES[name](), 9)
     model, guide = STEADY.get(name, (1, 1))
     for step, (of_model, of_guide) in enumerate(counts, 1):
         is_due = step & (step - 1) == 0
@@ -105,14 +112,14 @@ def test_programs_run_twice_more_at_uses_one_two_four_eight(name, activation):
         assert guide <= of_guide <= guide + extra, (step, counts)
 
 
-@pytest.mark.parametrize("name", ["sgvb", "iwae", "sis", "ais"])
+@pytest.mark.parametrize("name", every(2, ["sgvb", "iwae", "sis", "ais"]))
 def test_extra_runs_see_what_the_step_shows(name):
     """No latent is NaN; parameters and buffers are those of the step."""
     pair = Pair()
     before = {n: v.clone() for n, v in pair.state_dict().items()}
     pyro.clear_param_store()
     svi = SVI(pair.model, pair.guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
-    for _ in range(17):
+    for _ in range(5):
         weights = {"model": pair.decoder[0].weight, "guide": pair.encoder[0].weight}
         shown = {n: w.detach().clone() for n, w in weights.items()}
         start = [b.clone() for b in (pair.encoder[1].running_mean, pair.encoder[1].running_var)]
@@ -162,13 +169,13 @@ def test_masked_sites_that_the_model_sums_cost_no_further_run(loss):
         pyro.sample("p", dist.Beta(a, torch.tensor(3.0)))
 
     elbo, counts, losses = loss(), [], []
-    for _ in range(12):
+    for _ in range(6):
         runs.take()
         pyro.set_rng_seed(0)
         losses.append(elbo.loss(model, guide))
         counts.append(runs.take()["run"])
-    assert {counts[i] for i in (2, 4, 5, 6, 8, 9, 10, 11)} == {1}
-    assert losses == pytest.approx([losses[0]] * 12, rel=1e-6)
+    assert {counts[i] for i in (2, 4, 5)} == {1}
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-6)
 
 
 def mean_field(x):
@@ -320,7 +327,7 @@ def test_a_schedule_that_counts_calls_does_not_run_ahead(name, place):
             pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
 
     svi = training(model, name)
-    for step in range(1, 10):
+    for step in range(1, 6):
         coefficients.clear()
         svi.step(X)
         shown = {coefficients[0]} if step & (step - 1) == 0 else {*coefficients}
@@ -375,7 +382,7 @@ def test_a_schedule_beside_a_frozen_network_does_not_run_ahead(name):
         pair.model(x, state["calls"] / 50)
 
     svi, mean = training(model, name), 0.0
-    for step in range(1, 21):
+    for step in range(1, 6):
         svi.step(X)
         mean = 0.9 * mean + 0.1 * X.mean(0)
         assert state["calls"] == step
@@ -401,7 +408,7 @@ def test_memory_banks_hold_what_a_step_leaves(name, flat):
 
     svi = training(model, name)
     per_step = 1 if not flat or name == "rb" else 5
-    for step in range(1, 21):
+    for step in range(1, 6):
         svi.step(X)
         assert len(bank) == per_step * step
         assert bool(torch.stack(list(recent)).isfinite().all())
@@ -519,7 +526,7 @@ def test_masked_latents_need_no_runs_of_their_own(name, guide_counts):
             pyro.sample("z", dist.Normal(loc + x / 2, 1.0))
 
     loss, steady = LOSSES[name](), STEADY.get(name, (1, 1))
-    for step in range(1, 9):
+    for step in range(1, 6):
         RUNS.take()
         loss.loss_and_grads(model, guide, X[0])
         counts = RUNS.take()
@@ -565,7 +572,7 @@ def test_what_arguments_and_contexts_hold_is_changed_once_a_step(name, count):
     pyro.clear_param_store()
     guide = lambda x, batch: mean_field(x)  # noqa: E731
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), LOSSES[name]())
-    for step in range(1, 10):
+    for step in range(1, 6):
         shown.clear()
         svi.step(X, batch)
         assert shown[0] == 3 * step
@@ -596,7 +603,7 @@ def test_generators_of_programs_give_each_step_its_numbers(loss, kind):
 
     pyro.clear_param_store()
     svi = SVI(model, mean_field, pyro.optim.Adam({"lr": 0.01}), loss())
-    for _ in range(9):
+    for _ in range(5):
         shown.clear()
         svi.step(X)
         assert shown[0] == again()
@@ -630,7 +637,7 @@ def test_a_log_that_a_run_makes_has_an_entry_for_each_step(name):
             pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x[:, 0])
 
     svi = training(model, name)
-    for step in range(1, 10):
+    for step in range(1, 6):
         svi.step(X)
         assert len(logged["mean"]) == step
 
@@ -655,7 +662,7 @@ def test_each_step_takes_one_item_of_an_iterator(name, kind):
             pyro.sample("x", dist.Normal(z.sum(-1) + shown[-1], 1.0), obs=x[:, 0])
 
     svi = training(model, name)
-    for step in range(1, 10):
+    for step in range(1, 6):
         shown.clear()
         svi.step(X)
         item = next(again)
@@ -705,7 +712,7 @@ def test_losses_that_are_compared_begin_with_the_same_counters():
         assert state["calls"] == float(total) == 5
         return max(shown.take())
 
-    assert last("ELBO") == last("ELBO", "again", "and again")
+    assert last("ELBO") == last("ELBO", "again")
 
 
 class Attributes(dict):

@@ -99,7 +99,7 @@ def test_the_gradient_of_an_exact_sum_is_its_slope(name, chain, vectorize):
     [
         ("labels", True),
         pytest.param("labels", False, marks=pytest.mark.slow),
-        ("around", False),
+        pytest.param("around", False, marks=pytest.mark.slow),
         pytest.param("around", True, marks=pytest.mark.slow),
     ],
 )

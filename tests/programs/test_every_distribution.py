@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import softplus
 
 from pyro_mcvae.programs.distributions import patched
+from tests.cases import some_slow
 from tests.estimates import assert_mean
 
 
@@ -210,7 +211,7 @@ def test_density_and_draws_agree(name):
     pyro.set_rng_seed(0)
     other, fn = DRAWN[name](one(0.2)), patched(DRAWN[name](one(0.3)))
     if name in ("OneOneMatching", "OneTwoMatching", "SpanningTree"):
-        values = [fn.sample() for _ in range(1000)]  # one at a time
+        values = [fn.sample() for _ in range(300)]  # one at a time
         log_weight = torch.stack([other.log_prob(v) - fn.log_prob(v) for v in values])
     else:
         values = fn.sample((10_000,))
@@ -225,17 +226,17 @@ def statistic(z, fn):
     return (z * (1 + torch.arange(z.shape[-1]) / 2)).sum(-1)
 
 
-# Its draws and its density are integrals, a second each.
-SLOW = {"StableWithLogProb": [pytest.mark.slow]}
+# Draws and densities of the one are integrals, a second each; the other one is many GaussianHMM.
+SLOW = "StableWithLogProb", "IndependentHMM"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, [])) for n in sorted(MADE)])
+@pytest.mark.parametrize("name", some_slow(sorted(MADE), *SLOW))
 def test_density_draws_and_pathwise_gradient_agree(name):
     pyro.set_rng_seed(0)
     with pyro.validation_enabled(False):
         a, b = one(0.05).requires_grad_(), one(0.1).requires_grad_()
         through, score, weights = [], [], []
-        for _ in range(40):
+        for _ in range(20):
             fn, other = patched(MADE[name](a, b)), MADE[name](one(0.15), one(0.0))
             z = fn.rsample((1000,))
             still, log_q = z.detach(), fn.log_prob(z.detach())

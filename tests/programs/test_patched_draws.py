@@ -74,7 +74,7 @@ def test_the_means_of_two_angles(name):
     """By sums on a grid."""
     numbers = [torch.tensor(x, dtype=torch.float64) for x in ANGLES[name]]
     fn = dist.SineBivariateVonMises(torch.tensor([0.3, 3.0]), torch.tensor(-0.2), *numbers)
-    grid = torch.arange(800, dtype=torch.float64) * (2 * math.pi / 800) - math.pi
+    grid = torch.arange(400, dtype=torch.float64) * (2 * math.pi / 400) - math.pi
     grid = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1).reshape(-1, 1, 2)
     pyro.set_rng_seed(0)
     drawn, weight = patched(fn).sample((20_000,)), fn.log_prob(grid).softmax(0)

@@ -23,6 +23,7 @@ from pyro_mcvae import (
     UniformFlips,
 )
 from pyro_mcvae.programs.sites import full_precision
+from tests.cases import some_slow
 
 FAST = {"vectorize_particles": True, "max_plate_nesting": 1}
 CONTINUOUS = {
@@ -33,6 +34,7 @@ CONTINUOUS = {
     "sis-reweighted": lambda: TraceSIS_ELBO(2, ULA(0.01), gradient_estimator="reweighted"),
     "ais": lambda: TraceAIS_ELBO(2, MALA(0.01), **FAST),
 }
+SLOW = "iwae-looped", "sis"
 N, D, PIXELS = 4, 3, 300
 
 
@@ -111,7 +113,7 @@ def assert_same(first, second):
         assert torch.allclose(one, other, rtol=2**-6, atol=2**-6 * float(one.abs().max()))
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", some_slow(CONTINUOUS, *SLOW))
 def test_the_bound_is_that_of_outputs_cast_by_hand(name):
     make = CONTINUOUS[name]
     result = bounds_and_gradients(VAE(by_hand=False), make)
@@ -124,7 +126,11 @@ def test_the_bound_is_that_of_outputs_cast_by_hand(name):
 # Elsewhere PyTorch's own draws multiply matrices under autocast.
 @pytest.mark.parametrize(
     ("name", "multivariate"),
-    [(name, name in ("sis-reweighted", "ais")) for name in CONTINUOUS],
+    [
+        pytest.param(name, multivariate, marks=pytest.mark.slow if name in SLOW else ())
+        for name in CONTINUOUS
+        for multivariate in [name in ("sis-reweighted", "ais")]
+    ],
 )
 def test_autocast_around_the_loss_is_autocast_in_the_networks(name, multivariate):
     make = CONTINUOUS[name]
@@ -284,7 +290,7 @@ def half(by_hand):
     return model, guide, [*encoder.parameters(), *second.parameters(), *decoder.parameters()]
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", some_slow(CONTINUOUS, "iwae-looped", "sis", "ais"))
 def test_networks_in_half_precision_throughout_get_draws_of_theirs(name):
     result = []
     for by_hand in (False, True):

@@ -88,8 +88,9 @@ def test_training_stops_at_the_time_that_was_given(
     clock = SimpleNamespace(process_time=lambda: next(seconds), monotonic=lambda: 0.0)
     monkeypatch.setattr(mnist, "time", clock)
     monkeypatch.setattr(mnist, "held_out", lambda vae, x, *_: torch.arange(float(len(x))))
+    monkeypatch.setattr(mnist, "draw", lambda results, path: None)
     argv = ["--objectives", "ELBO", "--seconds", "0.2", "--limit", "200", "--test-images", "2"]
-    (result,) = mnist.main([*argv, "--out", str(tmp_path)])
+    (result,) = mnist.main([*argv, "--checkpoints", "1", "--out", str(tmp_path)])
     assert result.cpu_seconds == pytest.approx(0.24)  # the last step began before 0.2
     assert result.epochs == 2
 
