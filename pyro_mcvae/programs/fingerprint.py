@@ -286,8 +286,10 @@ def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]
         for part in filter(_are_positions, others):
             if name == "repeat_interleave":
                 yield part.cumsum(0) - 1, 0
-            elif part.dim() == 1 or part.shape[dim] == source.shape[dim]:
-                yield part, min(dim, part.dim() - 1)
+            elif part.dim() == 1:
+                yield part, 0
+            elif part.shape[dim] == source.shape[dim]:
+                yield part, dim
 
 
 def _dims_for(positions: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:

@@ -140,7 +140,7 @@ class _Search:
 
 def _module_of(value: object) -> str:
     """Return the Python module of a function or class, or of an object's class."""
-    if isinstance(value, ModuleType):
+    if is_a(value, ModuleType):
         return value.__name__
     kind = value if is_a(value, type | FunctionType) else type(value)
     return str(attribute(kind, "__module__", ""))
