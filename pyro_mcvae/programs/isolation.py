@@ -61,6 +61,7 @@ class _Search:
     def __init__(self, *roots: object) -> None:
         self._packages = {_package_of(root) for root in roots}
         self._names: set[str] = set()
+        self._taken: set[tuple[int, str]] = set()  # of Python modules, by name
         self._pending = deque((root, 0) for root in roots)
         self._seen: dict[int, object] = {}
         while self._pending:
@@ -85,8 +86,10 @@ class _Search:
         """Visit the values of Python modules whose names occur in functions."""
         for module in [v for v in self._seen.values() if is_a(v, ModuleType)]:
             space = vars(module) if self._is_own(module) else {}
-            named = [space[n] for n in self._names & space.keys()]
-            self._pending.extend((v, 0) for v in named if id(v) not in self._seen)
+            for name in self._names & space.keys():
+                if (id(module), name) not in self._taken:
+                    self._taken.add((id(module), name))
+                    self._pending.append((space[name], 0))
 
     def _is_own(self, value: Any) -> bool:
         """Return whether the programs' author has written a function, class or module."""

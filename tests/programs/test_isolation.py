@@ -86,6 +86,7 @@ def places(net):
 
     module, inner = ModuleType("networks"), ModuleType("networks.inner")
     module.net, module.inner, inner.net, OfTheClass.net = net, inner, net, net
+    module.scale, module.table, module.name = 1.0, torch.ones(()), "module"
     of_class, slotted, outer = OfTheClass(), Slotted(), Outer()
     slotted.net = net
     held, queue, nested = {net}, deque([net]), {"a": [{"b": [{"c": {"d": net}}]}]}
@@ -116,6 +117,7 @@ def places(net):
         "slot": lambda z: slotted.net(z),
         "forward": outer,
         "Python module": lambda z: module.net(z),
+        "Python module beside numbers": lambda z: module.net(z) * module.scale * module.table,
         "Python module inside": lambda z: module.inner.net(z),
         "Python module of an object": lambda z: user.module.net(z),
         "set": lambda z: next(iter(held))(z),
