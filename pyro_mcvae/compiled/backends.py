@@ -19,6 +19,7 @@ from pyro_mcvae.ops.compat import (
     PUBLIC_ONLY,
     RANDOM_NUMBERS,
     inductor_options,
+    storage_key,
     torch_compiled,
     tree_leaves,
     tree_map_only,
@@ -31,11 +32,11 @@ from pyro_mcvae.programs.types import first_line
 # Rounding can flip a decision, such as a Metropolis test; the results then differ occasionally.
 _ATTEMPTS = 3
 # The allowed error of an output, in roundings of its largest entry; and as a multiple of its change
-# if every parameter is moved by as many, and every result on the way by two. Long chains magnify
+# if every parameter is moved by as many, and every intermediate result by two. Long chains magnify
 # errors, and a sum near zero can have large terms. A sum of n terms in another order is off by up
 # to about sqrt(n) roundings. Decisions between near ties, such as which states are the best, are
 # counted instead.
-_ROUNDINGS, _MAGNIFIED, _ROUNDINGS_ON_THE_WAY = 32, 2, 2
+_ROUNDINGS, _MAGNIFIED, _ROUNDINGS_OF_RESULTS = 32, 2, 2
 # The errors of two results can cancel by chance: the largest change of so many runs counts.
 _MOVES = 3
 
@@ -69,7 +70,7 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[int], list[Tens
 
 
 def _is_magnified(expected: Tensor, actual: Tensor, moved: list[Tensor]) -> bool:
-    """Return whether an output changes about as much when it is rounded otherwise on the way."""
+    """Return whether an output changes about as much with other intermediate roundings."""
     if expected.is_floating_point() or actual.shape != expected.shape:
         changes = [_largest(m.detach().double() - expected.detach().double()) for m in moved]
         return _is_close(actual, expected, _MAGNIFIED * max(changes))
@@ -79,61 +80,50 @@ def _is_magnified(expected: Tensor, actual: Tensor, moved: list[Tensor]) -> bool
 
 def moved_outputs(graph: GraphModule, inputs: list[Tensor], seed: int) -> list[Tensor]:
     """
-    Compute a graph with an error in each parameter, and in each result on the way.
+    Compute the outputs of a graph with an error in each parameter and each intermediate result.
 
     If there are no parameters, each input has an error.
 
     :param seed: chooses the signs of the errors.
     """
-    known, error = any(t.requires_grad for t in inputs), _Errors(_coarsest(graph), seed)
+    run, known = _Rounded(graph, seed), any(t.requires_grad for t in inputs)
     moved = [
-        error(t.detach(), _ROUNDINGS) if t.requires_grad or not known else t.detach()
+        run.moved(t.detach(), _ROUNDINGS) if t.requires_grad or not known else t.detach()
         for t in inputs
     ]
-    outputs: list[Tensor] = _Rounded(graph, error).run(*moved)
+    outputs: list[Tensor] = run.run(*moved)
     return outputs
-
-
-class _Errors:
-    """Moves values by some roundings, with signs from a generator of its own."""
-
-    def __init__(self, eps: float, seed: int) -> None:
-        self._eps, self._signs = eps, torch.Generator().manual_seed(seed)
-
-    def __call__(self, values: Tensor, roundings: int) -> Tensor:
-        if not values.is_floating_point() or _are_whole(values, 1 / self._eps):
-            return values
-        signs = torch.empty(values.shape).bernoulli_(0.5, generator=self._signs) * 2 - 1
-        error = signs.double().mul(roundings * self._eps).to(values.device)
-        return values * (1 + error).to(values.dtype)
-
-
-def _are_whole(values: Tensor, most: float) -> bool:
-    """Return whether all entries are exact: masks, counts and indices."""
-    return bool(((values == values.round()) & (values.abs() < most)).all())
 
 
 class _Rounded(Interpreter):
     """Runs a graph with an error in each result, such as other kernels may have."""
 
-    def __init__(self, graph: GraphModule, error: _Errors) -> None:
+    def __init__(self, graph: GraphModule, seed: int) -> None:
         super().__init__(graph)
-        self._error = error
+        # The program's own generators do not advance.
+        self._eps, self._signs = _coarsest(graph), torch.Generator().manual_seed(seed)
+
+    def moved(self, values: Tensor, roundings: int) -> Tensor:
+        """Return values with an error of some roundings; masks, counts and indices are exact."""
+        if not values.is_floating_point():
+            return values
+        whole = (values == values.round()) & (values.abs() < 1 / self._eps)
+        if bool(whole.all()):
+            return values
+        signs = torch.empty(values.shape).bernoulli_(0.5, generator=self._signs) * 2 - 1
+        error = signs.double().mul(roundings * self._eps).to(values.device)
+        return values * (1 + error).to(values.dtype)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         result = super().call_function(target, args, kwargs)
-        known = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        known = {storage_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
 
         def rounded(value: Tensor) -> Tensor:
             # A view, and a tensor that was written to, have the errors that they were made with.
-            is_new = _memory(value) not in known
-            return self._error(value, _ROUNDINGS_ON_THE_WAY) if is_new else value
+            is_new = storage_key(value) not in known
+            return self.moved(value, _ROUNDINGS_OF_RESULTS) if is_new else value
 
         return tree_map_only(Tensor, rounded, result)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def check_kernels(

@@ -189,7 +189,7 @@ class _Tracer(TorchDispatchMode):
         """Return the arguments of an index with numbers instead of masks that never change."""
         value, indices = args if func is _aten.index.Tensor else (None, [])
         masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        fixed = (m.dim() > 0 and _is_number(self.result_of(m), stored=False) for m in masks)
+        fixed = (m.dim() > 0 and _is_fixed(self.result_of(m), stored=False) for m in masks)
         if value is None or not all(fixed):
             name = func.overloadpacket.__name__
             unsupported_op(f"has a shape that depends on values ({name})")
@@ -201,7 +201,7 @@ class _Tracer(TorchDispatchMode):
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         nodes = [self.result_of(a) for a in args if isinstance(a, Tensor)]
-        if func is not READ_NUMBER or not all(map(_is_number, nodes)):
+        if func is not READ_NUMBER or not all(map(_is_fixed, nodes)):
             unsupported_op("reads a tensor's value")
         value = func(*args, **kwargs)
         if value != value:
@@ -211,7 +211,7 @@ class _Tracer(TorchDispatchMode):
         return value
 
 
-def _is_number(node: Node | None, stored: bool = True) -> bool:
+def _is_fixed(node: Node | None, stored: bool = True) -> bool:
     """
     Return whether a tensor is computed from numbers in the code and stored tensors alone.
 
@@ -220,12 +220,12 @@ def _is_number(node: Node | None, stored: bool = True) -> bool:
     if node is None or node.op == "placeholder":
         return stored and (node is None or node.meta.get("stored", False))
     if node.target is operator.getitem:
-        return _is_number(node.all_input_nodes[0], stored) and not _is_written(node)
+        return _is_fixed(node.all_input_nodes[0], stored) and not _is_written(node)
     if node.target is not _aten.lift_fresh_copy.default:
         schema, tags = schema_of(node.target), getattr(node.target, "tags", ())
         if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
             return False
-        if not all(_is_number(n, stored) for n in node.all_input_nodes):
+        if not all(_is_fixed(n, stored) for n in node.all_input_nodes):
             return False
     return not _is_written(node)
 

@@ -38,7 +38,7 @@ _POINTWISE = {
     *("clip", "clamp_min", "clamp_max", "fill", "full_like", "new_full", "where", "masked_fill"),
     *("expand", "broadcast_to"),  # their sizes are those of plates and particles
 }
-# Functions that take tensors of positions, by where they have them: as an index, along a dim.
+# Functions with index tensors: in brackets, and along a dim.
 _INDEXED = {"getitem", "setitem", "index_put"}
 _ALONG = {
     *("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim", "index_select"),
@@ -55,8 +55,7 @@ class _Operation(NamedTuple):
 
     :ivar what: the function, or the distribution of a site, and the positions that it reads.
     :ivar decides: whether Python reads the value.
-    :ivar in_place: for each tensor of positions, its number, and whether these leave everything at
-        its place.
+    :ivar in_place: for each index tensor, its number, and whether all entries stay in place.
     """
 
     what: tuple[object, ...]
@@ -80,14 +79,14 @@ class Fingerprint(Messenger):
     The operations that model and guide execute on values that depend on draws.
 
     A fingerprint has the sites, the operators between them, the tensors that each of them takes,
-    and the positions that it moves; of positions in tensors, whether they move anything. It has no
-    other numbers, because the coefficient of a schedule or the row of a data set may change at each
-    step. It ends where Python reads a value that depends on a draw: an analysis treats everything
-    after that as depending on the draw.
+    and the positions that it moves. For each index tensor it has whether all entries stay in place.
+    It has no other numbers, because the coefficient of a schedule or the row of a data set may
+    change at each step. It ends where Python reads a value that depends on a draw: an analysis
+    treats everything after that as depending on the draw.
 
-    :ivar reads: whether Python reads values of other tensors, or operators positions, which may
-        change unnoticed.
-    :ivar in_place: for each tensor of positions in the fingerprint, whether it moves nothing.
+    :ivar reads: whether Python reads values of other tensors, or operators have index tensors,
+        whose values may change unnoticed.
+    :ivar in_place: for each index tensor in the fingerprint, whether all entries stay in place.
     """
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class Fingerprint(Messenger):
         return trail
 
     def positions(self) -> list[bool]:
-        """Return of each tensor of positions whether it moves nothing."""
+        """Return, for each index tensor, whether all entries stay in place."""
         return torch.stack(self.in_place).tolist() if self.in_place else []
 
     def __enter__(self) -> Fingerprint:
@@ -192,7 +191,7 @@ class Fingerprint(Messenger):
         if changed:
             short = name.strip("_")
             positions = () if short in _POINTWISE else tuple(_positions(args))
-            moves = [(self._number(p), _in_place(p, dim)) for p, dim in _arranging(short, args)]
+            moves = [(self._number(p), _in_place(p, dim)) for p, dim in _index_tensors(short, args)]
             outputs = [self._number(t, new=True) for t in changed]
             self._operations.append(_Operation((func, *positions), inputs, outputs, False, moves))
 
@@ -257,11 +256,13 @@ def _positions(value: Any) -> Iterator[object]:
         yield value
 
 
-def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
+def _index_tensors(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
     """
-    Yield tensors of positions that may leave all entries of a dim at their place, or may not.
+    Yield the index tensors with a dim that has as many positions as the indexed dim has entries.
 
-    :returns: with each, its own dim for that dim, which has as many positions as that has entries.
+    Others change the size of the result, and with it the shapes of the run.
+
+    :returns: each with its dim along which the positions are compared with those of the entries.
     """
     *given, options = args
     values = [options["input"], *given] if "input" in options else given
@@ -293,7 +294,7 @@ def _arranging(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]
 
 
 def _dims_for(positions: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield positions in a dim of this size, with each of their dims that has as many."""
+    """Yield the positions with each of their dims that has this size."""
     if positions.numel() == size > 1:
         yield positions.reshape(-1), 0
     elif size > 1:  # as neighbors of each entry
@@ -314,7 +315,7 @@ def _are_positions(part: object) -> bool:
 
 
 def _in_place(positions: Tensor, dim: int) -> Tensor:
-    """Return whether positions along a dim of a tensor are those of its entries."""
+    """Return whether the positions along a dim count up from 0, so that entries stay in place."""
     size = positions.shape[dim]
     entries = torch.arange(size, device=positions.device)
     entries = entries.reshape(-1, *[1] * (positions.dim() - 1 - dim % positions.dim()))

@@ -34,7 +34,7 @@ _MAX_FINDINGS = 1024
 
 # Findings about how several particles run, which a run needs before its fingerprint is known.
 HOW_RUNS = ("way", "nesting", "sums")
-# Whether tensors of positions move something, for the guards of a recording.
+# Whether the entries of index tensors stay in place, for the guards of a recording.
 _POSITIONS = "positions"
 
 T = TypeVar("T")
@@ -309,7 +309,7 @@ class Analyses:
     def _run_watched(
         self, programs: Programs, kind: Hashable, execute: Callable[[], T]
     ) -> T | None:
-        """Take the fingerprint of a run."""
+        """Execute a run and compare its fingerprint with that of the analysis."""
         use, call = self._use(programs), programs.call
         seen, executed, roots = Fingerprint(), ExecutedCode(), (*programs.pair, *call.objects)
         # Before the first run it is not known which functions are executed.
@@ -334,7 +334,7 @@ class Analyses:
         return result if is_same else None
 
     def _run_guarded(self, programs: Programs, expected: list[bool], execute: Callable[[], T]) -> T:
-        """Make each replay of a run check its tensors of positions."""
+        """Execute a run, and add a guard for each of its index tensors."""
         seen, known = Fingerprint(), self._use(programs).pair.read or programs.read
         with seen.of_run():
             result = execute()
