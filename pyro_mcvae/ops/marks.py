@@ -335,6 +335,8 @@ class Marks(TorchDispatchMode):
                 super().__exit__(None, None, None)
             if parts is not NotImplemented:
                 return parts
+        if _is_view(func):
+            return func(*args, **kwargs)  # views share the shadow of their storage
         tensors = tensors_in((args, kwargs))
         masks = {}
         for tensor in tensors:
@@ -345,8 +347,8 @@ class Marks(TorchDispatchMode):
             # A generator that a program makes gives the same numbers to each run.
             given = [g for g in (*args, kwargs.get("generator")) if isinstance(g, torch.Generator)]
             is_draw = _identities(given) <= _identities(self.generators)
-        if not (masks or is_draw) or _is_view(func):
-            return func(*args, **kwargs)  # views share the shadow of their storage
+        if not (masks or is_draw):
+            return func(*args, **kwargs)
         call = _Call(self, func, args, kwargs, tensors, masks)
         if masks and call.is_read:
             bits = self.bits(*call.read_values)
@@ -492,34 +494,29 @@ class _Outside(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        kwargs = kwargs or {}
+        kwargs, marks = kwargs or {}, self._marks
         if func in _LEAVES:
-            self._marks.read(self._marks.bits(args, kwargs))
+            marks.read(marks.bits(args, kwargs))
         elif func in _COPIES:
             # The first argument of new_tensor only gives a dtype and a device.
-            self._marks.read(self._marks.bits(args[func is Tensor.new_tensor :], kwargs))
+            marks.read(marks.bits(args[func is Tensor.new_tensor :], kwargs))
         elif func in _CHECKED and (func is _DISPLAY or len(args) + len(kwargs) > 1):
-            with self._only_checked():
+            with self._set("checking"):
                 return func(*args, **kwargs)
-        elif func in _INDEXED and (bits := self._marks.bits(_positions(args[1]))):
+        elif func in _INDEXED and (bits := marks.bits(_positions(args[1]))):
             return self._index(func, args, bits)
-        name = getattr(func, "__name__", "").strip("_")
-        before, self._marks.smoothed = (
-            self._marks.smoothed,
-            self._marks.smoothed or (name in SMOOTHED and torch.is_grad_enabled()),
-        )
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self._marks.smoothed = before
-        if func in _FINITE:
+        elif func in _FINITE:
             # A batch is finite if all entries are, and a program stops otherwise.
-            self._marks.clear(result)
-        return result
+            marks.clear(result := func(*args, **kwargs))
+            return result
+        elif not marks.smoothed and _is_smoothed(func) and torch.is_grad_enabled():
+            with self._set("smoothed"):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _index(self, func: Callable[..., Any], args: tuple[Any, ...], bits: int) -> object:
         """Index by integers without dims, which PyTorch reads as numbers."""
-        with self._only_checked():
+        with self._set("checking"):
             result = func(*args)
             if func is not Tensor.__setitem__:
                 # Any entry of the data may be chosen; marks of other indices stay in their places.
@@ -532,12 +529,18 @@ class _Outside(TorchFunctionMode):
         return None
 
     @contextmanager
-    def _only_checked(self) -> Iterator[None]:
-        before, self._marks.checking = self._marks.checking, True
+    def _set(self, flag: str) -> Iterator[None]:
+        before = getattr(self._marks, flag)
+        setattr(self._marks, flag, True)
         try:
             yield
         finally:
-            self._marks.checking = before
+            setattr(self._marks, flag, before)
+
+
+@cache
+def _is_smoothed(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "").strip("_") in SMOOTHED
 
 
 # The rules of the operators.
