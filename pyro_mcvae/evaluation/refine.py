@@ -67,8 +67,8 @@ class PosteriorDraws(dict[str, Tensor]):
     :ivar plates: the names of the plates of ``log_weight``.
     :ivar dims: for each site, the names of the plates of its batch dims, leftmost first.
     :ivar coords: for each plate, the indices of its data.
-    :ivar chains: the number of chains, whose draws follow each other; None if all draws are
-        independent.
+    :ivar chains: the number of chains that the draws are from. Those of a chain follow each other,
+        and all chains but the last one have as many. None if all draws are independent.
     """
 
     verdict: Verdict
@@ -102,10 +102,11 @@ class PosteriorDraws(dict[str, Tensor]):
         return "\n".join([table(rows), *more, str(self.verdict)])
 
     def _diagnostics(self, values: Tensor) -> tuple[str, str]:
-        per_chain = len(values) // (self.chains or len(values))
+        per_chain = math.ceil(len(values) / (self.chains or len(values)))
         if per_chain < 4:
             return str(len(values)), ""
-        chains = values[: per_chain * (self.chains or 1)].reshape(-1, per_chain)
+        whole = len(values) // per_chain  # the last chain may have fewer draws
+        chains = values[: per_chain * whole].reshape(whole, per_chain)
         r_hat = split_r_hat(normal_scores(chains.unsqueeze(-1)))
         return f"{float(effective_sample_size(chains, 0, 1)):.0f}", f"{float(r_hat):.2f}"
 
@@ -443,7 +444,10 @@ def _by_ensemble(
         kept = ensemble.kept()
         per_chain = math.ceil(num_samples / len(kept))
         times = torch.linspace(kept.shape[1] - 1, 0, per_chain).round().long().flip(0)
-        position = kept[:, times].flatten(0, 1)[:num_samples]
+        # Systematic sampling: chains are ordered by start.
+        count = math.ceil(num_samples / per_chain)
+        rows = ((torch.arange(count) + torch.rand(())) * (len(kept) / count)).long()
+        position = kept[rows][:, times].flatten(0, 1)[:num_samples]
         parts = []
         for part in position.split(sampler.chunk_size):
             at = density.evaluate(part)
@@ -451,8 +455,8 @@ def _by_ensemble(
             sample = with_drawn_states(sampler.programs, at.sample)
             parts.append(site_draws(sample, log_weight, None))
     draws = _joined(parts)
-    draws.acceptance = ensemble.acceptance.repeat_interleave(per_chain)[:num_samples]
-    draws.step_size, draws.chains = ensemble.kernel.step_size().detach(), len(kept)
+    draws.acceptance = ensemble.acceptance[rows].repeat_interleave(per_chain)[:num_samples]
+    draws.step_size, draws.chains = ensemble.kernel.step_size().detach(), count
     draws.pareto_k = torch.tensor(ensemble.k)
     nearest = torch.stack([mode.distance(position) for mode in modes]).argmin(0)
     counts = nearest.bincount(minlength=len(modes)) / len(position)

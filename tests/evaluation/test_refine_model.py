@@ -103,6 +103,29 @@ def briefly(monkeypatch):
     monkeypatch.setattr(ensemble, "_MOST_WINDOWS", 6)
 
 
+@pytest.mark.parametrize("count", [30, 101, 160, 430])
+def test_draws_of_any_number_come_from_the_chains_of_all_starts(count, monkeypatch, briefly):
+    def model():
+        a = pyro.sample("a", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.factor("f", torch.logaddexp(*(dist.Normal(m, 1.0).log_prob(a) for m in (-30.0, 30.0))))
+
+    jump = ensemble.Ensemble._jump
+    stay = lambda self, state: (state, jump(self, state)[1])  # noqa: E731
+    monkeypatch.setattr(ensemble.Ensemble, "_jump", stay)
+    draws = refine(model, num_samples=count, seed=0)
+    sides = (draws["a"] > 0).double()
+    per_chain = math.ceil(count / draws.chains)
+    assert abs(float(sides.mean()) - 0.5) <= 2 * per_chain / count  # half of the chains start there
+    for chain in sides.split(per_chain):
+        assert chain.unique().numel() == 1  # a chain stays in its mode
+    assert math.ceil(count / per_chain) == draws.chains
+    ess, r_hat = draws._diagnostics(sides + 0.01 * torch.randn(count))
+    if per_chain >= 4:
+        assert float(r_hat) > 1.5 and float(ess) < 2 * draws.chains
+    else:
+        assert (ess, r_hat) == (str(count), "")
+
+
 def test_modes_that_do_not_mix_are_not_trusted(briefly):
     """Ten coordinates between chains that the fitted normal densities do not propose: two rings."""
 
