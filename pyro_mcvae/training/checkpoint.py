@@ -70,14 +70,14 @@ class Part(NamedTuple):
     :ivar save: returns its state; tensors may be the live ones.
     :ivar load: sets its state; it may fail halfway.
     :ivar module: the module, or None for other objects.
-    :ivar by_rank: whether each rank of a distributed run has a separate state.
+    :ivar reseed: sets the seed of a generator, which each rank of a distributed run has of its own.
     """
 
     kind: str
     save: Callable[[], Saved]
     load: Callable[[Saved], object]
     module: nn.Module | None = None
-    by_rank: bool = False
+    reseed: Callable[[int], object] | None = None
 
 
 def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
@@ -137,8 +137,8 @@ def _as_part(name: str, value: object) -> Part:
         return Part(kind, save, load)
     for get, set_ in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if callable(getattr(value, get, None)) and callable(getattr(value, set_, None)):
-            by_rank = isinstance(value, torch.Generator)
-            return Part(kind, getattr(value, get), getattr(value, set_), by_rank=by_rank)
+            reseed = value.manual_seed if isinstance(value, torch.Generator) else None
+            return Part(kind, getattr(value, get), getattr(value, set_), reseed=reseed)
     if isinstance(value, ELBO) or name.endswith(".loss"):
         return Part(kind, lambda: None, lambda _: None)
     raise ValueError(
@@ -253,7 +253,7 @@ def load_store(state: Mapping[str, Any], modules: Mapping[str, nn.Module], parti
     :param partial: keep parameters that the state does not have, and those of other modules.
     """
     store, params = pyro.get_param_store(), dict(state["params"])
-    stored = dict(store.named_parameters())
+    stored, constraints_now = dict(store.named_parameters()), store.get_state()["constraints"]
     if partial:
         params = {name: value for name, value in params.items() if name not in state["of_modules"]}
     else:
@@ -263,7 +263,12 @@ def load_store(state: Mapping[str, Any], modules: Mapping[str, nn.Module], parti
             if not of_part and name not in params:
                 del store[name]
     for name, saved in params.items():
-        live = stored.get(name)
+        live, then = stored.get(name), state["constraints"][name]
+        if live is not None and _content(then) != _content(now := constraints_now[name]):
+            raise ValueError(
+                f"parameter '{name}' was saved with the constraint {then}, and has {now} now: use "
+                f"the constraint with which it was saved"
+            )
         if live is not None and live.shape == saved.shape and live.dtype == saved.dtype:
             with torch.no_grad():
                 live.copy_(saved)
@@ -277,9 +282,17 @@ def load_store(state: Mapping[str, Any], modules: Mapping[str, nn.Module], parti
             )
         if live is not None:
             del store[name]
-        constraint = {name: state["constraints"][name]}
         parameter = saved.clone().requires_grad_()
-        store.set_state({"params": {name: parameter}, "constraints": constraint})
+        store.set_state({"params": {name: parameter}, "constraints": {name: then}})
+
+
+def _content(value: object) -> object:
+    """Return what two equal constraints have in common, on any device."""
+    if isinstance(value, list | tuple):
+        return [_content(v) for v in value]
+    if isinstance(value, torch.distributions.constraints.Constraint):
+        return type(value), {name: _content(v) for name, v in vars(value).items()}
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _parameter_ids(modules: Mapping[str, nn.Module]) -> set[int]:
@@ -419,7 +432,7 @@ def save_checkpoint(
     """
     live = as_parts(parts)
     modules = _modules(live)
-    by_rank = {name: part.save() for name, part in live.items() if part.by_rank}
+    by_rank = {name: part.save() for name, part in live.items() if part.reseed}
     content: Content = {
         "version": VERSION,
         "kinds": {name: part.kind for name, part in live.items()},
@@ -492,8 +505,8 @@ def load_checkpoint(
         name = "the random number generators"
         if not partial:
             set_rng_state(of_rank["rng"])
-            if rank >= num_saved:  # not the numbers of the first rank
-                pyro.set_rng_seed(int(torch.randint(2**31, (rank + 1,))[-1]))
+        if rank >= num_saved:
+            _reseed(live.values(), of_rank["rng"], rank, partial)
     except Exception as error:
         undo()
         raise ValueError(
@@ -501,6 +514,18 @@ def load_checkpoint(
             f"first call, such as an AutoGuide, must be called once before"
         ) from error
     return dict(content["extra"])
+
+
+def _reseed(parts: Iterable[Part], state: RNGState, rank: int, partial: bool) -> None:
+    """Give a rank without a saved state other random numbers than those of the first rank."""
+    first = torch.Generator()
+    first.set_state(state["torch"])
+    seeds = iter(torch.randint(2**31, (rank + 1, 99), generator=first)[-1].tolist())
+    if not partial:
+        pyro.set_rng_seed(next(seeds))
+    for part in parts:
+        if part.reseed is not None:
+            part.reseed(next(seeds))
 
 
 def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:

@@ -249,6 +249,39 @@ def test_a_failure_halfway_forgets_states_that_it_had_made(interface, tmp_path):
     refuses(path, new, "random number generators")
 
 
+def test_a_parameter_that_has_another_constraint_is_named(tmp_path):
+    path, layer = tmp_path / "run.pt", nn.Linear(1, 1)
+    bounds = dist.constraints.interval(torch.zeros(2), torch.ones(2))
+    for constraint in (dist.constraints.positive, bounds):
+        pyro.clear_param_store()
+        pyro.param("s", torch.full((2,), 0.3), constraint=constraint)
+        save_checkpoint(path, {"layer": layer})
+        pyro.clear_param_store()
+        pyro.param("s", torch.ones(2))
+        with pytest.raises(ValueError, match="'s' was saved with the constraint .*, and has Real"):
+            load_checkpoint(path, {"layer": layer})
+        assert pyro.param("s").tolist() == [1.0, 1.0]
+        pyro.clear_param_store()
+        pyro.param("s", torch.full((2,), 0.5), constraint=copy.deepcopy(constraint))
+        load_checkpoint(path, {"layer": layer})
+        torch.testing.assert_close(pyro.param("s").detach(), torch.full((2,), 0.3))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_ranks_that_were_not_saved_draw_other_numbers(partial, monkeypatch, tmp_path):
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, {"a": torch.Generator(), "b": torch.Generator()})
+    drawn = []
+    for rank in range(3):
+        monkeypatch.setattr(checkpoint_file.ranks, "rank", lambda rank=rank: rank)
+        generators = {"a": torch.Generator(), "b": torch.Generator()}
+        load_checkpoint(path, generators, partial=partial)
+        drawn += [float(torch.rand((), generator=g)) for g in generators.values()][: 1 + rank]
+        if not partial:
+            drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_autoguides_that_were_never_called_say_so(tmp_path):
     path = tmp_path / "run.pt"
     run = Run("sgvb", "module", auto=True)
