@@ -196,7 +196,7 @@ class RecordedTransition:
         generators = Generators()
         try:
             if self._recorded > _MAX_RECORDINGS and self._uses < _COST * self._recorded:
-                raise NotRecordable("its transitions are ever other ones")
+                raise NotRecordable("its transitions keep changing")
             recording, outputs = self._recording_of(state, target, inputs)
             step = recording.outcome(outputs)
         except NotRecordable as reason:

@@ -40,8 +40,6 @@ from pyro_mcvae.evaluation.plots import panels, plot_curves, plot_estimates
 from pyro_mcvae.evaluation.tables import filled, fraction, number, table
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive, each_once
-from pyro_mcvae.ops.compat import tree_flatten
-from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, restored
 from pyro_mcvae.programs.messengers import Substitutes
@@ -459,7 +457,7 @@ class _Data:
         to_args: Callable[..., object] | None,
     ) -> None:
         self._programs, self._batches, self._to_args = programs, batches, to_args
-        self._weights: dict[object, float] = {}
+        self._weights: dict[object, tuple[float, list[object]]] = {}
         if batches is not None and not callable(batches) and iter(batches) is batches:
             raise ValueError(
                 "batches must be iterable several times, got an iterator, which is used up after "
@@ -491,16 +489,19 @@ class _Data:
 
     def weights(self, programs: Programs) -> float:
         """Return the number of weights in the loss of a batch, N/B times those of a minibatch."""
-        leaves, tree = tree_flatten((programs.args, programs.kwargs))
-        key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
+        call = programs.call
+        scalars = [float(v) for v in call.objects if isinstance(v, Tensor) and not v.dim()]
+        key = call.key, call.floats, *scalars
         if key not in self._weights:
             modules = find_modules(*programs.pair)
             with programs.restored(), torch.no_grad(), evaluation_modules(modules):
                 sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
                 sample = sampler.sample(programs)
             shared = sample.structure.global_sites.guide
-            self._weights[key] = 1.0 if shared else float(sample.num_weights)
-        return self._weights[key]
+            # Objects stay alive, so that no other one gets their id.
+            kept = [v for v in call.objects if not isinstance(v, Tensor)]
+            self._weights[key] = (1.0 if shared else float(sample.num_weights)), kept
+        return self._weights[key][0]
 
 
 def _train(
@@ -549,7 +550,7 @@ def _evaluate(trained: TrainedCopy, programs: Programs, options: Options, clock:
 
 
 def _check(trained: TrainedCopy, programs: Programs, options: Options, clock: Clock) -> None:
-    """Estimate the current evidence; None if the estimate fails."""
+    """Add an estimate of the current evidence to the curve, or the reason why there is none."""
     step = len(trained.bounds)
     if trained.failed or step in trained.curve:
         return
@@ -599,14 +600,13 @@ class ModelComparison(dict[str, LogEvidence]):
         r"""
         Return the models whose evidence may be underestimated.
 
-        For these models, :math:`\hat k` is above 0.7 for some weight. Or :math:`\hat k` plus two of
-        its errors is above 0.7 for more than a twentieth of the weights. Models whose exchangeable
-        components have overlapping labellings are doubtful, too.
+        For these models, :math:`\hat k + 2 s / \sqrt n` is above 0.7 for more than a twentieth of
+        the n weights, where s is the error of :math:`\hat k`. The errors of many weights cancel.
         """
         return [
             n
             for n, e in self.items()
-            if bool(e.unreliable.any()) or fraction(~has_light_tail(e, 0.7)) > _FEW
+            if fraction(~has_light_tail(e, 0.7, e.pareto_k.numel() ** -0.5)) > _FEW
         ]
 
     @property
@@ -637,11 +637,12 @@ class ModelComparison(dict[str, LogEvidence]):
         elif not doubtful_others:
             said.append(f"{top} has the highest evidence.")
         if doubtful:
+            are = "is a lower bound" if len(doubtful) == 1 else "are lower bounds"
             said.append(
-                f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
-                f"within its error)"
-                f"{', and may be the highest' if doubtful_others else ''}. Longer annealed chains "
-                f"(schedule=), more draws or a better guide come closer."
+                f"The evidence{'s' * (len(doubtful) > 1)} of {', '.join(doubtful)} {are} (Pareto k "
+                f"above 0.7, or within its error)"
+                f"{', and may be the highest' if doubtful_others else ''}. To come closer, use "
+                f"schedule=10 with num_particles=1000, num_particles=10_000, or a better guide."
             )
         said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
         return " ".join(said)
@@ -676,10 +677,11 @@ def compare_models(
 
     The evidence of each model is estimated with its guide by :func:`log_evidence`: by importance
     sampling, or by chains with a ``schedule`` or a ``kernel``. If a guide is too narrow, the
-    estimate is too low. Therefore a model whose :math:`\hat k`, with its error, may be above 0.7 is
-    never declared worse. Parameters that were fitted to the same data favor the larger model. Make
-    them latent, with priors, or evaluate on held-out data. Models with exchangeable components,
-    such as mixtures, have K! equal modes, which are all included; see :class:`.Labellings`.
+    estimate is too low. Therefore a model whose :math:`\hat k`, with its error, may be above 0.7
+    for more than a twentieth of its weights is never declared worse. Parameters that were fitted to
+    the same data favor the larger model. Make them latent, with priors, or evaluate on held-out
+    data. Models with exchangeable components, such as mixtures, have K! equal modes, which are all
+    included; see :class:`.Labellings`.
 
     Guides of the same class (two ``AutoNormal``) have parameters with the same names. Call
     ``pyro.clear_param_store()`` before you train each guide. Each guide is then evaluated with its

@@ -27,8 +27,8 @@ _CHECKED, _HOPELESS = (20, 40, 80, 160, 320), 80
 _FEWEST_KEPT = 10
 _LENGTH, _MOST_STEPS = 2.0, 32
 # First positions are moved towards their mode, at most so often, until their density is at most so
-# many nats lower than expected. The largest change of the logarithm of the step size over three
-# windows at which it counts as adapted.
+# many nats below that of the mode, besides twice what a normal density has less there. The largest
+# change of the logarithm of the step size over three windows at which it counts as adapted.
 _SHRINKS, _LOW, _STEADY = 20, 10.0, 0.2
 # The largest split R-hat. The largest error of a mean, in standard deviations, and of the logarithm
 # of a standard deviation. The largest distance of a chain from the others, in standard deviations

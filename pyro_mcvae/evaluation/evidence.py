@@ -208,12 +208,14 @@ def known_error(error: Tensor | float, *evidences: LogEvidence) -> float:
     return float(error) if all(known) else math.nan
 
 
-def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:
+def has_light_tail(evidence: LogEvidence, most: float, factor: float = 1.0) -> Tensor:
     r"""
     Return a mask of the data whose :math:`\hat k` plus two errors is at most ``most``, or whose
     weights are all equal. Data with too few weights are excluded.
+
+    :param factor: of the errors.
     """
-    return evidence.pareto_k + 2 * evidence.pareto_k_error <= most
+    return evidence.pareto_k + 2 * factor * evidence.pareto_k_error <= most
 
 
 @with_options()

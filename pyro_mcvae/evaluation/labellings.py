@@ -93,7 +93,10 @@ def find_labellings(sampler: ImportanceSampler) -> Labellings | None:
     except Exception as error:
         # The model or guide does not run at given latents, or the guide has no density there.
         # Nothing is added, so that the evidence is that of one labelling.
-        _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
+        is_expected = isinstance(error, ValueError | RuntimeError)
+        level = logging.INFO if is_expected else logging.WARNING
+        text = "whether latents are exchangeable is not known (%s): no labellings are added"
+        _logger.log(level, text, first_line(error))
         return None
 
 

@@ -73,12 +73,12 @@ def _feasible(site: Site) -> Tensor:
         )
     try:
         bijection_of(site["fn"])
+        transform = transform_to(known_support(site["fn"]))
     except NotImplementedError as error:
         raise ValueError(
             f"site '{name}' ({kind}) has no unconstrained form ({error}): pass a guide that draws "
             f"it from a distribution with this support"
         ) from error
-    transform = transform_to(known_support(site["fn"]))
     with torch.random.fork_rng(devices=[]):
         try:
             like = site["fn"].sample()

@@ -550,9 +550,11 @@ def weight_reasons(
         number = int((pareto_k > _LIGHT).sum())
         reasons.append(f"Pareto k is above {_LIGHT} for {number} of {n} posteriors")
     if fraction(bias > _BIAS) > _FEW:
+        how = f"to select from {candidates} candidates"
+        if candidates == 1:
+            how = "for draws that are not selected by weight (num_particles=1)"
         reasons.append(
-            f"weights differ too much to select from {candidates} "
-            f"candidate{'s' * (candidates > 1)} for {int((bias > _BIAS).sum())} of {n} posteriors"
+            f"weights differ too much {how}, for {int((bias > _BIAS).sum())} of {n} posteriors"
         )
     return tuple(reasons)
 

@@ -196,12 +196,24 @@ class Report:
         Return whether the evidence and its error can be trusted. This holds if at most a twentieth
         of the weights is doubtful (see ``LogEvidence.doubtful``), or :math:`\hat k` is above 0.7
         for at most a twentieth of chains in white coordinates. It never holds if the effective
-        sample size is below 10 for more than a twentieth of the weights.
+        sample size is below 10 for more than a twentieth of the weights, or if the evidence is
+        :attr:`contradicted`.
         """
         bad = fraction(self.evidence.unreliable | self.evidence.few) > _FEW
-        return not (self.misses or bad) and (
+        return not (self.misses or bad or self.contradicted) and (
             bool(self.evidence.whitened) or _is_sure(self.evidence)
         )
+
+    @property
+    def contradicted(self) -> bool:
+        r"""
+        Return whether chains from the prior find more evidence, by 0.1 nats and two errors, and
+        :math:`\hat k` of :attr:`evidence` plus two of its errors is above 0.7 for more than a
+        twentieth of the weights.
+        """
+        if isinstance(self.prior, str) or fraction(~has_light_tail(self.evidence, 0.7)) <= _FEW:
+            return False
+        return _finds_more(self.prior, self.evidence, 2)
 
     @property
     def close(self) -> bool:
@@ -412,7 +424,7 @@ def report(
         prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
             weights, count
         )
-        if not isinstance(prior, str) and _finds_more(prior, evidence):
+        if not isinstance(prior, str) and _finds_more(prior, evidence, 3):
             evidence = prior
         if check_training is None and weights.loops:
             check_training = False
@@ -422,13 +434,13 @@ def report(
         return Report(evidence, plain, weights.discrete, prior, chains, no_chains, rise)
 
 
-def _finds_more(prior: LogEvidence, evidence: LogEvidence) -> bool:
+def _finds_more(prior: LogEvidence, evidence: LogEvidence, errors: float) -> bool:
     """Return whether chains from the prior are reliable and find more evidence in all."""
     if fraction(prior.unreliable | prior.few) > _FEW:
         return False
     more = float(prior.total - evidence.total)
-    errors = torch.hypot(prior.total_standard_error, evidence.total_standard_error)
-    return more > _CLOSE and more > 3 * float(errors)
+    error = torch.hypot(prior.total_standard_error, evidence.total_standard_error)
+    return more > _CLOSE and more > errors * float(error)
 
 
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:

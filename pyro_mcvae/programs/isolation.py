@@ -240,7 +240,7 @@ def restored(read: Dependencies | None = None) -> Iterator[None]:
     :param read: the values outside the programs that they may read.
     :raises LeadingDimsError: if the run has stored tensors of a run under vmap.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     state = pyro.util.get_rng_state()
     with (
         torch.random.fork_rng(devices),

@@ -330,7 +330,7 @@ class EStep:
     :param programs: the (possibly wrapped) model and its arguments; the guide may be this one in
         wrappers.
     :param sampler: runs the model.
-    :param fixed_data: existing draws of the guide's ``guide``.
+    :param draws: existing draws of the guide's ``guide``.
     """
 
     def __init__(

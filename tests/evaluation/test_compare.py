@@ -1,5 +1,6 @@
 """Losses compared: copies that know nothing of each other, and one estimator for all."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pyro
@@ -113,6 +114,37 @@ def test_bounds_are_per_weight(subsample_size):
     else:
         assert float(evidence.min()) < min(result.bounds) < max(result.bounds) < evidence.max()
         assert abs(result.last_bound) < 5
+
+
+@pytest.mark.parametrize("form", [int, float, torch.tensor, lambda n: Namespace(size=n)])
+def test_bounds_are_per_weight_of_their_own_batch(form):
+    def size_of(n):
+        return int(n.size if isinstance(n, Namespace) else n)
+
+    def model(x, n):
+        with pyro.plate("data", size_of(n), subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x, n):
+        with pyro.plate("data", size_of(n), subsample_size=len(x)):
+            pyro.sample("z", dist.Normal(x / 2, pyro.param("s", torch.tensor(0.7))))
+
+    x = torch.zeros(4)
+    result = compare(
+        model,
+        guide,
+        x,
+        form(4),
+        losses={"elbo": Trace_ELBO()},
+        optim=Adam({"lr": 1e-6}),
+        num_steps=2,
+        num_checks=1,
+        check_particles=2,
+        num_particles=2,
+        batches=[(x, form(4)), (x, form(4000))],
+    )
+    assert all(-1.5 < bound < -1.1 for bound in result["elbo"].bounds)
 
 
 def test_it_trains_on_batches_and_judges_what_it_is_given():

@@ -98,6 +98,19 @@ def test_what_k_hat_allows_to_say():
     assert math.isclose(sum(lead.probabilities.values()), 1.0)
 
 
+@pytest.mark.parametrize("heavy", [0.0, 0.03, 0.2])
+def test_one_heavy_tail_among_many_weights_leaves_a_decision(heavy):
+    n, result = 200, {}
+    for name, total in (("a", -1.0), ("b", -2.0)):
+        one = evaluated({"x": total, "y": total}, {})["x"]
+        k = torch.where(torch.arange(n) < heavy * n, 0.95, 0.55)
+        weights = {"log_evidence": torch.full((n,), total), "pareto_k": k}
+        result[name] = replace(one, **weights, standard_error=torch.full((n,), 0.05))
+    result = ModelComparison(result)
+    assert result.best == (["a", "b"] if heavy > 0.05 else ["a"])
+    assert ("The evidences of a, b are lower bounds" in result.verdict) == (heavy > 0.05)
+
+
 def test_it_prints_a_table():
     result = evaluated({"a": 0.0, "b": -3.0}, {"b": 0.9})
     assert "below a" in str(result)

@@ -347,6 +347,19 @@ def test_no_trust_in_heavy_tails_or_a_few_draws():
 
 
 @pytest.mark.parametrize(
+    ("k", "more", "trusted"), [(0.45, 0.5, False), (0.45, 0.2, True), (0.2, 0.5, True)]
+)
+def test_chains_from_the_prior_may_contradict_evidence_whose_tail_may_be_heavy(k, more, trusted):
+    result = by_numbers(k, 500.0, 40, whitened=True)
+    prior = replace(
+        result.guide, log_evidence=torch.tensor([-50.0 + more]), pareto_k=torch.zeros(1)
+    )
+    prior = replace(prior, standard_error=torch.full((1,), 0.2))
+    result = replace(result, prior=prior, guide=replace(result.guide, pareto_k=torch.ones(1)))
+    assert result.trusted == trusted
+
+
+@pytest.mark.parametrize(
     ("k", "size", "suffice"), [(0.2, 500.0, True), (0.6, 500.0, False), (0.2, 100.0, False)]
 )
 def test_draws_have_a_verdict_of_their_own(k, size, suffice):

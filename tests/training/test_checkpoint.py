@@ -258,7 +258,7 @@ def test_a_parameter_that_has_another_constraint_is_named(tmp_path):
         save_checkpoint(path, {"layer": layer})
         pyro.clear_param_store()
         pyro.param("s", torch.ones(2))
-        with pytest.raises(ValueError, match="'s' was saved with the constraint .*, and has Real"):
+        with pytest.raises(ValueError, match=r"'s' was saved with the constraint .*, and has Real"):
             load_checkpoint(path, {"layer": layer})
         assert pyro.param("s").tolist() == [1.0, 1.0]
         pyro.clear_param_store()
