@@ -57,7 +57,7 @@ def posteriors() -> None:
     gaps, times = read("posteriors"), read("posteriors_time")
     series = {
         "ELBO": (["ELBO"], BLACK, "o"),
-        "IWAE-10, -100, -1000": (["IWAE-10", "-100", "-1000"], BLUE, "s"),
+        "IWAE-10, -100, -1000": (["IWAE-10", "IWAE-100", "IWAE-1000"], BLUE, "s"),
         "SIS-5, -10, -32": (["SIS-5", "SIS-10", "SIS-32"], ORANGE, "^"),
         "SIS-10, 8 chains": (["SIS-10, 8 chains"], RED, "*"),
         "AIS-5, -10": (["AIS-5", "AIS-10"], PINK, "D"),

@@ -57,7 +57,10 @@ CASES = [
             (TraceIWAE_ELBO, "strict_enumeration_warning"),
         )
     ),
-    *((TraceRenyi_ELBO, {"alpha": a}, "a finite number other than 1, got") for a in (1, INF, NAN)),
+    *(
+        (TraceRenyi_ELBO, {"alpha": a}, "of at least 0 other than 1, got")
+        for a in (-0.5, 1, INF, NAN)
+    ),
     (TraceTruncated_ELBO, {"num_gradient_states": 0}, "num_gradient_states must be an int of"),
     (TraceTruncated_ELBO, {"num_sampled_states": 0}, "num_sampled_states must be an int of"),
     # Discrete sites.

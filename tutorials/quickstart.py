@@ -88,7 +88,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 def load_mnist(root: str) -> tuple[Tensor, Tensor]:
-    """Return MNIST from ``root/MNIST/raw``. torchvision (extra ``mnist``) downloads it."""
+    """Return MNIST from ``root/MNIST/raw``. torchvision (extra ``tutorials``) downloads it."""
     from torchvision.datasets import MNIST
 
     train, test = (

@@ -553,14 +553,15 @@ class TraceSIS_ELBO(ChainELBO):
     :param str coordinates: ``"noise"``, or ``"latent"`` for the unconstrained latents.
     :param str gradient_estimator: ``"auto"``, ``"reparam"`` or ``"reweighted"``.
     :param bool joint: one weight for global and local latents together, on the full data.
-    :param num_categories: as the next three, see :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param num_categories: the number of most probable values of each discrete site of the guide
+        that are summed; 1 by default, ``math.inf`` for all.
     :param int num_samples: the number of draws from the values that are not summed.
     :param budget: the sum of both numbers.
     :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
     :param options: as in :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: the :class:`~pyro_mcvae.elbos.chain.ChainRecord` of the last step.
     :raises ValueError: for counts out of range, a schedule that does not increase from 0 to 1, and
-        an adjusted kernel. At the first step, if no latent has a separate weight.
+        an adjusted kernel.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
@@ -635,7 +636,7 @@ class TraceAIS_ELBO(ChainELBO):
 
     .. math::
         \sum_k (R_k - b_k)\, \nabla \log \Pr(a_k), \qquad
-        R_k = \sum_{j > k} (\beta_{j+1} - \beta_j) \log w(z_j),
+        R_k = \sum_{j \ge k} (\beta_{j+1} - \beta_j) \log w(z_j),
 
     The baseline :math:`b_k` is the mean of :math:`R_k` over the other particles. The paper uses the
     whole W as the signal. This class uses :math:`R_k`, the part after the decision, and omits the
@@ -676,8 +677,8 @@ class TraceAIS_ELBO(ChainELBO):
     :ivar last_step: acceptance, step size and log weights of the last step, a
         :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1, an
-        unadjusted kernel, and counts out of range. At the first step, for models and guides in
-        which no latent has a separate weight, and for discrete sites that cannot have slots.
+        unadjusted kernel, and counts out of range. At the first step, for discrete sites that
+        cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational

@@ -101,8 +101,6 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
     squared = (1 + rows * spread / (columns // 2)) / num_particles
     factor = alpha + (1 - alpha) * squared
     coefficient = (slope / (slope + (1 - slope) * factor)).nan_to_num(0.0)
-    if alpha < 0:  # f may be negative, and then the best mixture is far from both gradients
-        coefficient = coefficient.clamp(0, 1)
     length = num_particles if count == 1 else count
     coefficient = coefficient.repeat((length + 1) // 2)
     return as_shape(
@@ -438,22 +436,22 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
               \frac{p(x_n, z_{nk} \mid \vartheta)}{q(z_{nk} \mid x_n)} \Big)^{1 - \alpha}, \qquad
         z_{nk} \sim q(z \mid x_n).
 
-    For alpha from 0 to 1 its value is between the importance weighted bound and the ELBO. It is
-    then a lower bound on the log evidence for every K. Guides trained with a larger alpha
-    concentrate on a mode, and with a smaller alpha they cover more of the posterior. For a negative
-    alpha, the value tends to an upper bound as K grows, but is not a bound for finite K.
+    It is a lower bound on the log evidence for every K. For alpha from 0 to 1 its value is between
+    the importance weighted bound and the ELBO. Guides trained with a larger alpha concentrate on a
+    mode, and with a smaller alpha they cover more of the posterior.
 
     Plates, minibatches, global latents, scales and masks are handled as in :class:`TraceIWAE_ELBO`,
     which is the case ``alpha=0``. The gradient estimators are the same, with :math:`w_k^{1 -
     \alpha}` instead of :math:`w_k` in normalized weights. It replaces ``RenyiELBO(alpha)``, which
     multiplies the log weights by N/B.
 
-    :param float alpha: the order, other than 1.
+    :param float alpha: the order, at least 0 and other than 1.
     :param int num_particles: K, the draws inside the logarithm.
     :param str gradient_estimator: as in :class:`TraceIWAE_ELBO`.
     :param bool joint: one weight over everything, as in :class:`TraceIWAE_ELBO`.
     :param options: arguments of Pyro's losses; see :class:`MonteCarloELBO`.
-    :raises ValueError: for an alpha that is 1 or not finite, and as :class:`TraceIWAE_ELBO`.
+    :raises ValueError: for an alpha that is 1, negative or not finite; and as
+        :class:`TraceIWAE_ELBO`.
 
     [1] Li, Turner (2016), *Rényi Divergence Variational Inference*.
 
@@ -486,10 +484,11 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         alpha = float(alpha)
-        if alpha == 1 or not math.isfinite(alpha):
+        if alpha == 1 or not 0 <= alpha < math.inf:
             raise ValueError(
-                f"alpha must be a finite number other than 1, got {alpha}: the bound of order 1 is "
-                f"the ELBO, TraceSGVB_ELBO(num_particles={num_particles})"
+                f"alpha must be a finite number of at least 0 other than 1, got {alpha}: with a "
+                f"negative order the value is no bound, and the bound of order 1 is the ELBO, "
+                f"TraceSGVB_ELBO(num_particles={num_particles})"
             )
         self.alpha = alpha
         super().__init__(

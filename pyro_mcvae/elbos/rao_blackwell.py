@@ -503,8 +503,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
       :class:`~pyro_mcvae.RELAX` have parameters. SVI trains them, and ``elbo(model, guide)`` has
       them as its parameters.
 
-    :param num_categories: k, the number of values to sum; ``math.inf`` for all.
-    :param int num_samples: n, the number of draws from the other values.
+    :param num_categories: k, the number of values to sum; 1 by default, ``math.inf`` for all.
+    :param int num_samples: n, the number of draws from the other values; 1 by default.
     :param budget: N = k + n. The k of each datum is chosen by Prop. 2 of [1], so that the variance
         is at most that of N draws.
     :param baseline: a :class:`~pyro_mcvae.Baseline`, or None.

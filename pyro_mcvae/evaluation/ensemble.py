@@ -77,7 +77,9 @@ class Verdict:
         return not self.reasons
 
     def __str__(self) -> str:
-        numbers = {"Pareto k": self.pareto_k, "R-hat": self.r_hat, "acceptance": self.acceptance}
+        # Of chains without weights, it says only how often proposals change modes.
+        name = "Pareto k" if math.isnan(self.r_hat) else "Pareto k of proposals"
+        numbers = {name: self.pareto_k, "R-hat": self.r_hat, "acceptance": self.acceptance}
         known = [f"{n} {x:.2f}" for n, x in numbers.items() if not math.isnan(x)]
         lines = [", ".join([self.method, f"ESS {self.effective_sample_size:.0f}", *known])]
         if len(self.modes) > 1:

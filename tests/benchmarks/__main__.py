@@ -30,7 +30,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the step by hand in milliseconds and megabytes, and ratios."""
     pairs = list(dict.fromkeys(pair for row in rows for pair in row["ratios"]))
     times, memory = ([p for p in pairs if p.startswith("memory") is m] for m in (False, True))
-    head = ["step", "by hand", *times, "memory by hand", *(p.split(": ")[1] for p in memory)]
+    head = ["step", "by hand", *times, "memory by hand", *memory]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
         result = {p: f"{ratio:.2f}" for p, ratio in row["ratios"].items()}

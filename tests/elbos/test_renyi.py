@@ -10,7 +10,7 @@ from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO, TraceSGVB_ELBO
 from tests.estimates import assert_mean, gradients, take_gradients, values
 from tests.models import ConjugateGaussian, DiscreteMixture
 
-orders = pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.5, 2.0])
+orders = pytest.mark.parametrize("alpha", [0.0, 0.5, 2.0])
 
 
 def exact_gradient(exact, alpha, num_particles=2):
@@ -30,7 +30,7 @@ def test_value_is_the_exact_expectation(make, alpha):
 
 @pytest.mark.parametrize(
     ("alpha", "size", "vectorize"),
-    [(-0.5, 60, True), (0.0, None, False), (0.5, None, True), (2.0, 60, True)],
+    [(0.0, None, False), (0.5, None, True), (2.0, 60, True)],
 )
 def test_gradient_is_exact_for_a_discrete_guide(size, alpha, vectorize):
     copies, count = 40, 40  # the same three data many times: as many draws in one step
