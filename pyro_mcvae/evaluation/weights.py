@@ -457,6 +457,7 @@ class ImportanceSampler:
             )
             for existing in self._samplers.values():
                 sampler.structures, sampler.runner = existing.structures, existing.runner
+                sampler.analyses = existing.analyses
             self._samplers[count] = sampler
         return self._samplers[count]
 
