@@ -208,7 +208,7 @@ class Report:
     def contradicted(self) -> bool:
         r"""
         Return whether chains from the prior find more evidence, by 0.1 nats and two errors, and
-        :math:`\hat k` of :attr:`evidence` plus two of its errors is above 0.7 for more than a
+        :math:`\hat k` of ``evidence`` plus two of its errors is above 0.7 for more than a
         twentieth of the weights.
         """
         if isinstance(self.prior, str) or fraction(~has_light_tail(self.evidence, 0.7)) <= _FEW:
