@@ -103,6 +103,8 @@ class PosteriorDraws(dict[str, Tensor]):
 
     def _diagnostics(self, values: Tensor) -> tuple[str, str]:
         per_chain = math.ceil(len(values) / (self.chains or len(values)))
+        if bool((values == values[0]).all()):
+            return "", ""
         if per_chain < 4:
             return str(len(values)), ""
         whole = len(values) // per_chain  # the last chain may have fewer draws

@@ -125,6 +125,7 @@ def test_draws_of_any_number_come_from_the_chains_of_all_starts(count, monkeypat
         assert float(ess) < 2 * draws.chains
     else:
         assert (ess, r_hat) == (str(count), "")
+    assert draws._diagnostics(torch.ones(count)) == ("", "")
 
 
 def test_modes_that_do_not_mix_are_not_trusted(briefly):
