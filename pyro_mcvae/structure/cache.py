@@ -29,6 +29,8 @@ _logger = logging.getLogger(__name__)
 # The number of pairs, of analyses and calls of a pair, and of states of one call, that are kept.
 # The least recent one is dropped.
 _MAX_PAIRS, _MAX_ANALYSES, _MAX_STATES = 8, 1024, 4
+# The fingerprint of an analysis whose runs were made elsewhere, so that it is not known.
+_UNKNOWN = 0
 # The number of findings in an analysis; the oldest are dropped, for runs with many sizes.
 _MAX_FINDINGS = 1024
 
@@ -167,8 +169,7 @@ class _Pair:
         self._nth: int = 1 if like is None else like._nth + 1
         self._analyses: dict[int, Analysis] = {}  # the most recent is the last
         if like is not None and not is_due(self._nth):
-            # 0 stands for operations that are not known.
-            self._analyses |= {f: a for f, a in like._analyses.items() if f}
+            self._analyses |= {f: a for f, a in like._analyses.items() if f != _UNKNOWN}
         self._watches: dict[Hashable, list[_Watch]] = {}
         self._last: _Use | None = None
         self.read: Dependencies | None = None  # by the last run that was watched
@@ -179,7 +180,7 @@ class _Pair:
         last, self._last = self._last, None
         if last is not None and not (last.is_known or last.has_run):
             # Its runs were made elsewhere, so that only fresh analyses notice changes.
-            self.end(last, last.analysis.fingerprint or 0, None, None)
+            self.end(last, last.analysis.fingerprint or _UNKNOWN, None, None)
         watches = [w for w in self._watches.get(call.key, ()) if w.fingerprint in self._analyses]
         watch = next((w for w in watches if w.covers(call)), None)
         if is_recording() and watches and len({w.fingerprint for w in watches}) == 1:
@@ -203,7 +204,7 @@ class _Pair:
         analysis = use.analysis
         # A change of something that is not watched makes a new analysis, with a warning.
         surprise = analysis.is_new and use.is_covered
-        if analysis.fingerprint in (None, 0, fingerprint) or surprise:
+        if analysis.fingerprint in (None, _UNKNOWN, fingerprint) or surprise:
             self.drop(analysis)
             analysis.fingerprint, use.is_known = fingerprint, True
             self._keep(analysis)
