@@ -10,7 +10,7 @@ import pickle
 import re
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -516,11 +516,12 @@ def load_checkpoint(
     return dict(content["extra"])
 
 
-def _reseed(parts: Iterable[Part], state: RNGState, rank: int, partial: bool) -> None:
+def _reseed(parts: Collection[Part], state: RNGState, rank: int, partial: bool) -> None:
     """Give a rank without a saved state other random numbers than those of the first rank."""
     first = torch.Generator()
     first.set_state(state["torch"])
-    seeds = iter(torch.randint(2**31, (rank + 1, 99), generator=first)[-1].tolist())
+    shape = rank + 1, 1 + len(parts)
+    seeds = iter(torch.randint(2**31, shape, generator=first)[-1].tolist())
     if not partial:
         pyro.set_rng_seed(next(seeds))
     for part in parts:
