@@ -137,10 +137,10 @@ def density_steps(programs: Programs, run: Run) -> list[str]:
         ]
     return [
         f"the density of site '{key.name}' of the {key.program} jumps where '{step.operator}' of "
-        f"site '{(latent := min(found.names(step.bits)))}' does, at {step.line}: gradients through "
-        f"reparameterized draws omit the jumps. Draw '{latent}' in the guide from a distribution "
-        f"without rsample, such as Normal(loc, scale).has_rsample_(False), which has a score "
-        f"function, or use a smooth step such as torch.sigmoid"
+        f"site '{(latent := min(found.marker.names(step.bits)))}' does, at {step.line}: gradients "
+        f"through reparameterized draws omit the jumps. Draw '{latent}' in the guide from a "
+        f"distribution without rsample, such as Normal(loc, scale).has_rsample_(False), which has "
+        f"a score function, or use a smooth step such as torch.sigmoid"
         for key, steps in found.steps.items()
         for step in steps
     ]

@@ -82,7 +82,7 @@ def _readers(programs: Programs, run: Run) -> _Readers | None:
         return None
     readers: _Readers = {}
     for key, bits in found.bits.items():
-        for name in found.names(bits) if key.program == "model" else ():
+        for name in found.marker.names(bits) if key.program == "model" else ():
             if name != key.name:
                 readers.setdefault(name, []).append((key.name, bool(found.coupled.get(key))))
     return readers

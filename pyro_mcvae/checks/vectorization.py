@@ -239,7 +239,7 @@ class BatchCheck:
                 single.subsamples,
                 sample_fn=sample_fn,
                 leading=plates,
-                replayed=single.draws,
+                replayed=single.marks.draws,
             )
             check_batch_dims([*result.terms.values()], self.run.nesting)
             return result
@@ -266,7 +266,7 @@ class BatchCheck:
             if key not in by_batches:
                 raise self._mismatch_error(key, _DEPENDS)
             if not self.mixes:
-                line = batched.batches[0]
+                line = batched.marks.batches[0]
                 raise self._error(
                     f"batch normalization at {line} treats all {self.name.name} as one batch",
                     "use it in the encoder, which runs once, or use layer normalization",
@@ -276,11 +276,12 @@ class BatchCheck:
             if plates - single.coupled.get(key, frozenset()):
                 raise self._mismatch_error(key, _DEPENDS)
         # The statistics of a layer in evaluation mode may be equal for all channels at present.
-        for (shape, bit), (alone, _) in zip(batched.channels, single.channels, strict=False):
+        channels = batched.marks.channels, single.marks.channels
+        for (shape, bit), (alone, _) in zip(*channels, strict=False):
             for key in (k for k, bits in batched.bits.items() if bits & bit and shape != alone):
                 raise self._mismatch_error(key, _DEPENDS)
         self._check_values(batched, single)
-        if batched.draws_on_host:
+        if batched.marker.draws_on_host:
             self._check_host_draws(single)
 
     def _check_values(self, batched: MarkedRun, single: MarkedRun) -> None:
@@ -325,14 +326,14 @@ class BatchCheck:
             self.programs,
             single.subsamples,
             sample_fn=lambda msg: values.get(msg["name"]),
-            replayed=single.draws,
+            replayed=single.marks.draws,
         )
 
     def _check_draws(self, batched: MarkedRun, single: MarkedRun) -> None:
         """Check that no density depends on random numbers that all particles share."""
-        shared = list(batched.draws)
-        if len(single.draws) == len(shared):  # else they cannot be matched
-            pairs = zip(shared, single.draws, strict=True)
+        shared = list(batched.marks.draws)
+        if len(single.marks.draws) == len(shared):  # else they cannot be matched
+            pairs = zip(shared, single.marks.draws, strict=True)
             shared = [a for a, b in pairs if a.value.numel() == b.value.numel()]
         for draw in shared:
             for key, bits in batched.bits.items():
@@ -441,7 +442,7 @@ def _compare_states(programs: Programs, run: Run) -> None:
             run.subsamples,
             values=values,
             sample_fn=sample_fn,
-            replayed=batched.draws,
+            replayed=batched.marks.draws,
         )
         singles.append(single)
         for key, log_prob in batched.log_probs.items():

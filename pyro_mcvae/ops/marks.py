@@ -308,6 +308,10 @@ class Marks(TorchDispatchMode):
             if self.mask(tensor) is not None:
                 self.write(tensor, 0)
 
+    def free(self) -> None:
+        """Free the marks of all tensors; what was recorded about them stays."""
+        self._shadows.clear()
+
     def read(self, bits: int, is_branch: bool = False) -> bool:
         """Record that Python reads a value with these bits, and return whether it decides."""
         line = None if self.checking or not bits else self.line()

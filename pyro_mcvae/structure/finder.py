@@ -245,7 +245,7 @@ class StructureFinder:
                 )
             for coupled, plates in () if found.reads else links.items():
                 self._warn(_coupling_warning(coupled, plates))
-            for name in sorted(found.unknown) if links else ():
+            for name in sorted(found.marks.unknown) if links else ():
                 self._warn(
                     f"every entry that the operator '{name}' returns is taken to depend on all of "
                     f"its inputs, because how it combines them is unknown"
@@ -271,7 +271,7 @@ def _has_shared_noise(programs: Programs, run: Run) -> bool:
         return False
     plates = frozenset().union(*map(plate_frames, sites))
     try:
-        return not all(plates <= frames for frames in marked(programs, run).untraced)
+        return not all(plates <= frames for frames in marked(programs, run).marker.untraced)
     except MarkedRunError:
         return True
 

@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -104,22 +104,35 @@ class _Code(NamedTuple):
 
 
 class _Marker(Messenger):
-    """Marks the draws of both programs, and records what Python has read before each site."""
+    """
+    Marks the draws of both programs, and records what Python has read before each site.
+
+    :ivar site_bits: the bit of each marked draw, by site.
+    :ivar codes: the codes of plates, by name, dim and size.
+    :ivar control: by site, what Python had read: in the guide, then in the model.
+    :ivar masked_bits: for each draw of the guide and its site in the model, the bit of the entries
+        that masks remove from its density.
+    :ivar upstream: by site, the marks from which its draw was computed: ``[words, *batch]``.
+    :ivar leaves_of_draws: the ids of autograd leaves that are no parameters, but draws.
+    :ivar untraced: the plates around untraced draws of the programs.
+    :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
+    """
 
     def __init__(self, marks: Marks) -> None:
         super().__init__()
         self.marks = marks
         self.site_bits: dict[str, int] = {}
         self.codes: dict[tuple[str, int, int], _Code] = {}
-        # By site, what Python had read: in the guide, then in the model.
         self.control: dict[str, list[int]] = {}
-        # By draw of the guide and by site of the model, the bit of entries that its masks remove.
         self.masked_bits: dict[FactorKey, int] = {}
-        # By site, the marks from which its draw was computed: [words, *batch].
         self.upstream: dict[str, Tensor] = {}
         self.leaves_of_draws: set[int] = set()
         self.untraced: list[frozenset[CondIndepStackFrame]] = []
         self.draws_on_host = False
+
+    def names(self, bits: int) -> frozenset[str]:
+        """Return the sites that some bits belong to."""
+        return frozenset(n for n, bit in self.site_bits.items() if bits & bit)
 
     def code(self, name: str, dim: int, size: int) -> _Code:
         """Return the code of a plate, the same for all sites in it."""
@@ -294,56 +307,39 @@ class MarkedRun:
     """
     The result of a marked run.
 
+    :ivar marks: what operators and Python have done with marked values.
+    :ivar marker: what was marked at the sites.
     :ivar terms: the factors whose density can be computed.
     :ivar entries: for each factor, the mask of its density without those of :attr:`whole`.
     :ivar whole: for each factor, the bits that all of its entries have.
     :ivar control: for each factor, those of values that Python has read before.
     :ivar masked: for each site, the bits of its masks.
-    :ivar masked_bits: for each draw of the guide and its site in the model, the bit of the entries
-        that masks remove from its density.
-    :ivar leaves_of_draws: the ids of autograd leaves that are no parameters, but draws.
     :ivar reads: the values that Python code has read.
-    :ivar draws: random numbers outside sample sites.
-    :ivar untraced: the plates around untraced draws of the programs.
-    :ivar unknown: operators without a rule, whose results have all marks of their inputs.
-    :ivar batches: the lines that normalize by the statistics of a batch of draws.
-    :ivar batch_bit: the bit of what is normalized there.
-    :ivar channels: the shapes and bits of batch normalizations; see :class:`.Marks`.
     :ivar steps: for each factor that jumps with draws, the operators; see :attr:`.Marks.steps`.
     :ivar corners: the operators at which derivatives of densities jump; see
         :attr:`.Marks.corners`.
-    :ivar draws_on_host: whether the programs drew from the generators of NumPy or Python.
     :ivar error_alone: for a run with leading dims: the error of one without.
     """
 
     guide_trace: Trace
     model_trace: Trace
     subsamples: Minibatch
+    marks: Marks
+    marker: _Marker
     terms: dict[FactorKey, Term]
     entries: dict[FactorKey, Tensor | None]
     whole: dict[FactorKey, int]
     control: dict[FactorKey, int]
     masked: dict[FactorKey, int]
-    masked_bits: Mapping[FactorKey, int]
-    leaves_of_draws: Collection[int]
-    site_bits: Mapping[str, int]
-    codes: Mapping[tuple[str, int, int], _Code]
     reads: list[Read]
-    draws: list[Draw]
-    untraced: list[frozenset[CondIndepStackFrame]]
-    unknown: frozenset[str]
-    batches: list[str]
-    batch_bit: int
-    channels: list[tuple[tuple[int, ...], int]]
     steps: dict[FactorKey, frozenset[Step]]
     corners: frozenset[Step]
-    draws_on_host: bool
     error_alone: MarkedRunError | None = None
 
     @property
     def by_batches(self) -> frozenset[FactorKey]:
         """Return the factors that depend on draws through the statistics of a batch."""
-        return frozenset(k for k, bits in self.bits.items() if bits & self.batch_bit)
+        return frozenset(k for k, bits in self.bits.items() if bits & self.marks.batch_bit)
 
     @property
     def log_probs(self) -> dict[FactorKey, Tensor]:
@@ -357,22 +353,18 @@ class MarkedRun:
             for key, whole in self.whole.items()
         }
 
-    def names(self, bits: int) -> frozenset[str]:
-        """Return the sites that some bits belong to."""
-        return frozenset(n for n, bit in self.site_bits.items() if bits & bit)
-
     def dependencies(self, tracked: frozenset[str]) -> Dependencies:
         """Return the dependencies on some of the guide's sites."""
-        draws = self.leaves_of_draws
+        names, draws = self.marker.names, self.marker.leaves_of_draws
         return Dependencies(
-            {key: self.names(bits) & tracked for key, bits in self.bits.items()},
-            {key: self.names(bits) & tracked for key, bits in self.masked.items()},
+            {key: names(bits) & tracked for key, bits in self.bits.items()},
+            {key: names(bits) & tracked for key, bits in self.masked.items()},
             {k: _leaves_of(t.log_prob).difference(draws) for k, t in self.terms.items()},
         )
 
     def readers_of_masked(self, key: FactorKey) -> list[FactorKey]:
         """Return the model's factors that depend on entries which the masks of a draw remove."""
-        bit = self.masked_bits.get(key, 0)
+        bit = self.marker.masked_bits.get(key, 0)
         return [k for k, bits in self.bits.items() if k.program == "model" and bits & bit]
 
     @cached_property
@@ -386,7 +378,7 @@ class MarkedRun:
             n: plate_frames(s)
             for trace in (self.model_trace, self.guide_trace)
             for n, s in trace.nodes.items()
-            if n in self.site_bits
+            if n in self.marker.site_bits
         }
         found = {}
         for key, bits in self.bits.items():
@@ -394,7 +386,7 @@ class MarkedRun:
             plates = set()
             for frame in plate_frames(site):
                 if frame.dim is None:
-                    others = (f for n in self.names(bits) for f in frames.get(n, ()))
+                    others = (f for n in self.marker.names(bits) for f in frames.get(n, ()))
                     meets = any(
                         f.name == frame.name and f.dim is None and f.counter != frame.counter
                         for f in others
@@ -410,7 +402,7 @@ class MarkedRun:
     @property
     def mixed(self) -> list[FactorKey]:
         """Return the factors of a batched run that depend on draws of other particles."""
-        sizes = [(dim, size) for name, dim, size in self.codes if name == PARTICLE_PLATE]
+        sizes = [(dim, size) for name, dim, size in self.marker.codes if name == PARTICLE_PLATE]
         return [
             k for k in self.bits if any(self._meets(k, PARTICLE_PLATE, *size) for size in sizes)
         ]
@@ -418,8 +410,8 @@ class MarkedRun:
     @property
     def mixed_states(self) -> list[FactorKey]:
         """Return the factors that depend on other values of an enumerated site than their own."""
-        names = {n: _states(n) for n in self.site_bits}
-        sizes = [key for key in self.codes if key[0] in names.values()]
+        names = {n: _states(n) for n in self.marker.site_bits}
+        sizes = [key for key in self.marker.codes if key[0] in names.values()]
         return [k for k in self.bits if any(self._meets(k, *size) for size in sizes)]
 
     def site(self, key: FactorKey) -> Site:
@@ -429,10 +421,11 @@ class MarkedRun:
 
     def _meets(self, key: FactorKey, name: str, dim: int, size: int) -> bool:
         """Return whether a factor has bits of other elements than that of each of its entries."""
-        others = [c for (n, d, s), c in self.codes.items() if n == name and (d, s) != (dim, size)]
+        codes = self.marker.codes
+        others = [c for (n, d, s), c in codes.items() if n == name and (d, s) != (dim, size)]
         if any(self.bits[key] & code.field for code in others):
             return True  # elements of another minibatch
-        code = self.codes.get((name, dim, size))
+        code = codes.get((name, dim, size))
         if code is None or not self.bits[key] & code.field:
             return False
         mask, whole = self.entries.get(key), (self.whole[key] | self.control[key]) & code.field
@@ -521,7 +514,7 @@ def marked_run(
     :raises MarkedRunError: from the programs' error.
     """
     marks = Marks(
-        _line, replayed, lambda bits: bool(other_branch and other_branch(_names(marker, bits)))
+        _line, replayed, lambda bits: bool(other_branch and other_branch(marker.names(bits)))
     )
     marks.generators = [*programs.read.torch_generators.values()]
     marker = _Marker(marks)
@@ -548,7 +541,9 @@ def marked_run(
             marker.draws_on_host = bool(before.moved())
             with marks:
                 marks.at_site = True  # what densities draw is not drawn by the programs
-                return _result(marker, traces, substitutes.subsamples)
+                result = _result(marker, traces, substitutes.subsamples)
+            marks.free()
+            return result
         except Exception as error:
             raise MarkedRunError(f"{type(error).__name__}: {error}") from error
 
@@ -587,30 +582,21 @@ def _result(marker: _Marker, traces: tuple[Trace, Trace], subsamples: Minibatch)
             control[key] = marks.control
             whole[key] = own | (0 if key in terms else marks.bits(site["scale"]) | masked[key])
     marks.control = after
-    reads = [Read(r.line, _names(marker, r.bits), r.is_branch) for r in marks.reads]
+    reads = [Read(r.line, marker.names(r.bits), r.is_branch) for r in marks.reads]
     return MarkedRun(
         guide_trace,
         model_trace,
         subsamples,
+        marks,
+        marker,
         terms,
         entries,
         whole,
         control,
         masked,
-        marker.masked_bits,
-        marker.leaves_of_draws,
-        marker.site_bits,
-        marker.codes,
         [r for r in reads if r.sites],
-        marks.draws,
-        marker.untraced,
-        frozenset(marks.unknown),
-        marks.batches,
-        marks.batch_bit,
-        marks.channels,
         {key: found for key, t in terms.items() if (found := marks.steps(t.log_prob))},
         frozenset[Step]().union(*(marks.corners(t.log_prob) for t in terms.values())),
-        marker.draws_on_host,
     )
 
 
@@ -632,10 +618,6 @@ def _around(marks: Marks, site: Site, mask: Tensor | None, log_prob: Tensor) -> 
             part = part.expand(-1, *shape)
             mask = part if mask is None else mask | part
     return mask
-
-
-def _names(marker: _Marker, bits: int) -> frozenset[str]:
-    return frozenset(n for n, bit in marker.site_bits.items() if bits & bit)
 
 
 def single_values(run: Run) -> dict[str, Tensor]:
@@ -739,7 +721,7 @@ def _without_own_branches(programs: Programs, found: MarkedRun) -> MarkedRun:
                 programs,
                 found.subsamples,
                 values=values,
-                replayed=found.draws,
+                replayed=found.marks.draws,
                 other_branch=other_branch,
             )
         except MarkedRunError:
@@ -751,8 +733,8 @@ def _without_own_branches(programs: Programs, found: MarkedRun) -> MarkedRun:
             before, after = found.log_probs.get(key), other.log_probs.get(key)
             if before is None or after is None or not torch.equal(before, after):
                 return found
-    bits = [*found.site_bits.items()]
-    bits += [(key.name, bit) for key, bit in found.masked_bits.items()]
+    bits = [*found.marker.site_bits.items()]
+    bits += [(key.name, bit) for key, bit in found.marker.masked_bits.items()]
     own_control = {
         key: sum(
             bit
