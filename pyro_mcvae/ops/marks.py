@@ -572,8 +572,8 @@ _OPTIONS = _names(
     "random sym_size sym_stride sym_numel sym_storage_offset"
 )
 _POINTWISE = _names(
-    "where _to_copy floor_divide fill clone copy hardswish log_sigmoid_forward prelu _prelu_kernel "
-    "rrelu_with_noise polar complex native_dropout bernoulli normal poisson binomial "
+    "where _to_copy floor_divide clone hardswish log_sigmoid_forward prelu _prelu_kernel "
+    "rrelu_with_noise polar complex bernoulli normal poisson binomial "
     "_standard_gamma _standard_gamma_grad real imag view_as_real view_as_complex elu_backward "
     "hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
     "log_sigmoid_backward mish_backward softplus_backward rrelu_with_noise_backward "
@@ -617,9 +617,7 @@ _PRODUCTS = _names("mm bmm addmm baddbmm mv addmv dot vdot linear _cdist_forward
 _PER_ITEM = ("conv", "max_pool", "avg_pool", "upsample", "grid_sampler", "native_group_norm")
 _PER_ITEM_NAMES = _names(
     "im2col col2im affine_grid_generator max_unpool2d max_unpool3d nll_loss2d_forward "
-    "_convolution mkldnn_convolution cudnn_convolution thnn_conv2d slow_conv3d "
-    "_thnn_fused_lstm_cell _thnn_fused_gru_cell _upsample_bilinear2d_aa _adaptive_avg_pool2d "
-    "_adaptive_avg_pool3d fractional_max_pool2d"
+    "_thnn_fused_lstm_cell _thnn_fused_gru_cell"
 )
 _BATCH_NORMS = _names(
     "native_batch_norm _native_batch_norm_legit cudnn_batch_norm batch_norm_with_update "
@@ -629,7 +627,7 @@ _FIXED_STATISTICS = _names("_native_batch_norm_legit_no_training _batch_norm_no_
 _BATCH_NORMS |= _FIXED_STATISTICS
 _MATRICES = ("linalg_", "_linalg_", "cholesky", "lu_", "logdet", "slogdet", "_cholesky")
 _MATRIX_NAMES = _names(
-    "inverse matrix_exp triangular_solve det qr geqrf ormqr lstsq svd _lu_with_info pinverse "
+    "inverse matrix_exp det qr geqrf ormqr lstsq svd _lu_with_info pinverse "
     "_det_lu_based_helper matrix_power"
 )
 _BY_NAN = _names(
@@ -899,11 +897,7 @@ class _Call:
         source = [self._mask(self.args[1])] if isinstance(self.args[1], Tensor) else []
         return [_broadcast(source, r.shape) for r in results]
 
-    def _rule_fill(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        return self._rule_copy(results)
-
-    def _rule_zero(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        return self._nothing(results)
+    _rule_fill = _rule_copy
 
     def _rule_native_dropout(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         return [self._mask(self.args[0]), None]
@@ -1002,8 +996,7 @@ class _Call:
             return [(self._mask(data) | where | one).expand(-1, *data.shape)]
         raise ValueError
 
-    def _rule__unsafe_index_put(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        return self._rule_index_put(results)
+    _rule__unsafe_index_put = _rule_index_put
 
     def _rule_scatter(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         data, dim, index = self.args[:3]
@@ -1025,9 +1018,6 @@ class _Call:
                     part = part.narrow(n + 1, 0, index.shape[n])
             mask = mask | union(part, [d + 1])
         return [mask]
-
-    def _rule_put(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        raise ValueError
 
     def _rule_searchsorted(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         order, values = self.named["sorted_sequence"], self.named["self"]
@@ -1158,11 +1148,7 @@ class _Call:
         rest = [self._mask(t) for t in affine if isinstance(t, Tensor)]
         return [_broadcast([core, *(rest if r is results[0] else [])], r.shape) for r in results]
 
-    def _rule__fused_rms_norm(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        value, shape, *affine = self.args[:3]
-        core = union(self._mask(value), range(1 + value.dim() - len(shape), 1 + value.dim()))
-        rest = [self._mask(t) for t in affine if isinstance(t, Tensor)]
-        return [_broadcast([core, *(rest if r is results[0] else [])], r.shape) for r in results]
+    _rule__fused_rms_norm = _rule_native_layer_norm
 
     def _batch_norm(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the marks of normalized batches: of a channel, if its statistics are used."""
@@ -1214,8 +1200,7 @@ class _Call:
     def _rule_cholesky_solve(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         return self._solved(self.args[1], self.args[0])
 
-    def _rule__cholesky_solve_helper(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        return self._solved(self.args[1], self.args[0])
+    _rule__cholesky_solve_helper = _rule_cholesky_solve
 
     def _matrices(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the union for each matrix of a batch."""
