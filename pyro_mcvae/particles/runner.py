@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from pyro import poutine
@@ -99,7 +98,7 @@ class Execution:
     A requested run of a model and guide.
 
     :ivar programs: the model and guide.
-    :ivar execute: makes the run for a layout, on the minibatch below.
+    :ivar execute: makes the run for a layout, on the minibatch below; None if it is only checked.
     :ivar subsamples: the minibatch; restored before another attempt.
     :ivar shared: the sites that all particles are assumed to share.
     :ivar find_shared: finds these sites from a run; None if they are certain. If they differ from
@@ -114,7 +113,7 @@ class Execution:
     """
 
     programs: Programs
-    execute: Callable[[Layout], Run]
+    execute: Callable[[Layout], Run] | None = None
     subsamples: Minibatch = field(default_factory=Minibatch)
     shared: GlobalSites = _NONE
     find_shared: Callable[[Run], GlobalSites] | None = None
@@ -129,11 +128,6 @@ class Execution:
     def key(self) -> Programs:
         """Return the model and guide that are checked."""
         return self.compared or self.programs
-
-
-def not_executed(layout: Layout) -> Run:
-    """Raise an error: this execution is only checked."""
-    raise NotImplementedError("this execution is only checked")
 
 
 # Batched execution, for particles, chains, slots, states and evaluators.
@@ -167,14 +161,14 @@ class Runner:
 
     def __init__(
         self,
-        max_plate_nesting: float = math.inf,
-        strict_enumeration: bool = True,
-        vectorize: bool | None = None,
-        analyses: Analyses | None = None,
+        max_plate_nesting: float,
+        strict_enumeration: bool,
+        vectorize: bool | None,
+        analyses: Analyses,
     ) -> None:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
-        self.analyses = analyses or Analyses()
+        self.analyses = analyses
         self.strict_enumeration = strict_enumeration
         self._vectorize = vectorize
         self._has_run = False
@@ -248,7 +242,7 @@ class Runner:
 
     def _layout(self, execution: Execution, count: int | None, shared: GlobalSites) -> Layout:
         """Return the layout of a run of ``count`` particles."""
-        sums = bool(self._finding(execution.key, _SUMS)) and not execution.several
+        sums = bool(self.analyses.of(execution.key).latest(_SUMS)) and not execution.several
         if count is None and not execution.several and not sums:
             return Layout(None, None, shared)
         mode = Mode.BATCHED
@@ -260,6 +254,7 @@ class Runner:
         """Return a checked run; the sites to share if it has to be repeated."""
         shared = layout.shared
         kind = layout.count is None, layout.mode, layout.sums, execution.compared is None
+        assert execution.execute is not None
         try:
             run = self.analyses.run(execution.key, kind, partial(execution.execute, layout))
             checked = run is not None and self._is_known(execution.key, run, shared)
@@ -293,11 +288,11 @@ class Runner:
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != layout.nesting:
-            self._keep(execution.key, _NESTING, actual)
+            self.analyses.of(execution.key).put(_NESTING, actual)
             return True
         if layout.count is not None:
             single = self._single(execution)
-            ran = self._finding(execution.key, _ran_key(single, layout.count))
+            ran = self.analyses.of(execution.key).latest(_ran_key(single, layout.count))
             if ran or (ran is False and not torch.is_grad_enabled()):
                 # What ran at these sizes fails at the values of this step, or is something else.
                 batch = BatchCheck(
@@ -308,20 +303,14 @@ class Runner:
         name = ENUMERATED if layout.count is None and layout.sums else execution.name
         raise not_vectorizable(name, layout.count, layout.nesting, error) from error
 
-    def check(
-        self,
-        programs: Programs,
-        run: Run,
-        shared: GlobalSites,
-        name: Entries = PARTICLES,
-    ) -> None:
+    def check(self, programs: Programs, run: Run, shared: GlobalSites) -> None:
         """Check a run from elsewhere, unless a run of the same structure and sizes was checked."""
         if self._is_known(programs, run, shared):
             return
         leads = run.leading is not None
         depth = run.nesting + 1 if leads else self.declared_nesting
         self._check_pair(run, depth, leads)
-        self._check_run(Execution(programs, not_executed, name=name), run, shared)
+        self._check_run(Execution(programs), run, shared)
 
     def check_nesting(self, nesting: int) -> None:
         """
@@ -379,7 +368,7 @@ class Runner:
             raise ValueError("the programs have more plates than max_plate_nesting")
         may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
         if may_sum and has_unsummed_states(run.guide_trace, run.model_trace):
-            self._keep(execution.key, _SUMS, True)
+            self.analyses.of(execution.key).put(_SUMS, True)
             self.analyses.forget_run(execution.key)
             return False
         depth = self.declared_nesting
@@ -394,19 +383,11 @@ class Runner:
             return execution.nesting
         if not self._is_open:
             return int(self.declared_nesting)
-        nesting = self._finding(execution.key, _NESTING)
+        nesting = self.analyses.of(execution.key).latest(_NESTING)
         if nesting is None:
             nesting = self._checked_run(execution.programs).nesting
-            self._keep(execution.key, _NESTING, nesting)
+            self.analyses.of(execution.key).put(_NESTING, nesting)
         return int(nesting)
-
-    def _finding(self, programs: Programs, key: tuple[Hashable, ...]) -> Any:
-        """Return a finding of this analysis, or of the previous one."""
-        analysis = self.analyses.of(programs)
-        return analysis.get(key, analysis.before(key))
-
-    def _keep(self, programs: Programs, key: tuple[str], value: object) -> None:
-        self.analyses.of(programs).put(key, value)
 
     def _choose(self, execution: Execution, error: LeadingDimsError | None = None) -> Mode:
         """
@@ -424,7 +405,7 @@ class Runner:
         analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
         # A fresh analysis first tries the choice of the last one.
-        before: Mode | None = self._finding(programs, _MODE)
+        before: Mode | None = analysis.latest(_MODE)
         errors = {} if error is None else {before or Mode.BATCHED: error}
         modes = [Mode.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
         if before is not None:
@@ -455,10 +436,10 @@ class Runner:
             run = self._checked_run(programs)
             self.check_nesting(run.nesting)
             if self._is_open:
-                self._keep(programs, _NESTING, run.nesting)
+                self.analyses.of(programs).put(_NESTING, run.nesting)
             states = has_unsummed_states(run.guide_trace, run.model_trace)
             if states and not (execution.several or is_messenger(programs)):
-                self._keep(programs, _SUMS, True)
+                self.analyses.of(programs).put(_SUMS, True)
                 run = single_run(programs, self._nesting(execution))
         else:
             run = single_run(execution.compared)
@@ -474,12 +455,9 @@ class Runner:
 
 def _without_slots(run: Run) -> GlobalSites:
     """Return the guide's sites without slots in a run without particles."""
-    shared = set()
-    for t in (t for t in run.terms if t.in_guide):
-        inner = run.nesting + t.site["fn"].event_dim
-        if t.site["value"].shape[: -inner or None].numel() == 1:
-            shared.add(t.key.name)
-    return GlobalSites(frozenset(shared), frozenset(shared))
+    inner = ((t, run.nesting + t.site["fn"].event_dim) for t in run.terms if t.in_guide)
+    shared = (t.key.name for t, n in inner if t.site["value"].shape[: -n or None].numel() == 1)
+    return GlobalSites(*[frozenset(shared)] * 2)
 
 
 def _restore(subsamples: Minibatch, before: Minibatch) -> None:

@@ -13,7 +13,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
 from pyro_mcvae.checks.faults import check_not_collapsed
-from pyro_mcvae.particles.runner import Execution, Layout, Runner, not_executed
+from pyro_mcvae.particles.runner import Execution, Layout, Runner
 from pyro_mcvae.programs.enumeration import draw_states
 from pyro_mcvae.programs.messengers import Minibatch, ModelNoise, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, replay_model, run_model, terms_of, with_changes
@@ -261,9 +261,8 @@ class ParticleSampler:
     def vectorizes(self, programs: Programs, count: int) -> bool:
         """Return whether ``count`` particles share one run."""
         find_shared = partial(self._shared_sites, programs)
-        return count > 1 and self.runner.together(
-            Execution(programs, not_executed, find_shared=find_shared)
-        )
+        execution = Execution(programs, find_shared=find_shared)
+        return count > 1 and self.runner.together(execution)
 
     def _shared_sites(self, programs: Programs, run: Run) -> GlobalSites:
         """Return the sites that all particles of a run share."""

@@ -105,6 +105,10 @@ class Analysis:
         """Return the finding of a key in the previous analysis."""
         return self._before.get(key, default)
 
+    def latest(self, key: Key) -> Any:
+        """Return the finding of a key in this analysis, or else in the previous one."""
+        return self._findings.get(key, self._before.get(key))
+
     def put(self, key: Key, value: object) -> None:
         """Store a finding."""
         if len(self._findings) >= _MAX_FINDINGS:

@@ -157,13 +157,11 @@ class StructureFinder:
     :param bool find_roots: also find the guide sites that depend on no other draw.
     """
 
-    def __init__(
-        self, joint: bool = False, find_roots: bool = False, analyses: Analyses | None = None
-    ) -> None:
+    def __init__(self, joint: bool, find_roots: bool, analyses: Analyses) -> None:
         check_flag("joint", joint)
         self.joint = joint
         self.find_roots = find_roots
-        self.analyses = analyses or Analyses()
+        self.analyses = analyses
         self._warn = WarnOnce(_logger)  # each analysis repeats the warnings
 
     def of(self, programs: Programs, run: Run) -> Structure:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyro_mcvae.checks.vectorization import STATES
 from pyro_mcvae.ops.compat import mask_of
-from pyro_mcvae.particles.runner import Execution, Layout, not_executed
+from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, SampleFn, Substitutes
@@ -433,7 +433,7 @@ class JointRuns:
     def _execution(self) -> Execution:
         return Execution(
             self._programs,
-            not_executed,
+            None,
             self.subsamples,
             self.layouts.structure.global_sites,
             name=STATES,
