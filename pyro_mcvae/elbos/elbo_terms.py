@@ -200,19 +200,10 @@ def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None 
 
     :param costs: the costs of each run; by default log p and -log q of every site.
     """
-    costs, coupled = costs or _all_costs(sample), sample.structure.coupled
-    estimate = elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
-    estimate.averaged, estimate.bounds = True, partial(averaged_bounds, sample)
+    costs = costs or [elbo_costs(run.summands) for run in sample.runs]
+    estimate = elbo_estimate(sample.runs, costs, sample.num_particles, sample.structure.coupled)
+    estimate.averaged, estimate.bounds = True, partial(elbo_bounds, sample, costs)
     return estimate
-
-
-def averaged_bounds(sample: WeightedParticles) -> Bounds:
-    """Return the value of :func:`averaged_estimate` per datum."""
-    return elbo_bounds(sample, _all_costs(sample))
-
-
-def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
-    return [elbo_costs(run.summands) for run in sample.runs]
 
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:

@@ -242,11 +242,11 @@ def scored(trace: Trace) -> Iterator[Site]:
     return (site for site in trace.nodes.values() if is_scored(site))
 
 
-def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None = None) -> Term:
-    """Return the term of a scored model site; pass ``key`` and ``log_prob`` to reuse them."""
+def model_term(site: Site, log_prob: Tensor | None = None) -> Term:
+    """Return the term of a scored model site; pass ``log_prob`` to reuse it."""
     if log_prob is None:
         log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
-    return Term(key or FactorKey("model", site["name"]), site, log_prob)
+    return Term(FactorKey("model", site["name"]), site, log_prob)
 
 
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
