@@ -332,17 +332,15 @@ def _is_of(proposal: object, state: State) -> bool:
 
 
 def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
-    if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
-        kind = type(getattr(proposal, "state", proposal)).__name__
-        return ValueError(
-            f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
-            f"target.evaluate(position), got a {kind}"
-        )
-    position, ratio = (tuple(getattr(t, "shape", ())) for t in (proposal.state[0], proposal[1]))
+    got = f"a {type(getattr(proposal, 'state', proposal)).__name__}"
+    if isinstance(proposal, Proposal) and isinstance(proposal.state, State):
+        parts = proposal.state.position, proposal.log_ratio
+        got = " and ".join(str(tuple(getattr(part, "shape", ()))) for part in parts)
     return ValueError(
-        f"{name}.propose must return positions of shape {tuple(state.position.shape)} and a "
+        f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
+        f"target.evaluate(position), for positions of shape {tuple(state.position.shape)} and a "
         f"log ratio per chain, of shape {tuple(state.log_weight.shape)} (sum over coordinates, "
-        f".sum(-1)), got {position} and {ratio}"
+        f".sum(-1)), got {got}"
     )
 
 
