@@ -78,16 +78,6 @@ def angle_errors(run: Run) -> list[str]:
     return messages
 
 
-def check_angles(run: Run) -> None:
-    """
-    Check that the guide draws no angle on the real line.
-
-    :raises ValueError: naming such an angle.
-    """
-    for why in angle_errors(run):
-        raise ValueError(why)
-
-
 def _is_on_line(site: Site, drawn: bool) -> bool:
     fn = site["fn"]
     if is_circular(fn):

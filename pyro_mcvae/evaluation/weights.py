@@ -15,7 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
-from pyro_mcvae.checks.faults import check_angles, check_not_collapsed, check_trained
+from pyro_mcvae.checks.faults import angle_errors, check_not_collapsed, check_trained
 from pyro_mcvae.checks.masks import (
     check_masks,
     check_unweighed,
@@ -470,7 +470,8 @@ class ImportanceSampler:
             self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
         check_masks(self.reference.runs[0], points | masked.transported)
         check_unweighed(self.programs, self.reference.runs[0], is_random)
-        check_angles(self.reference.runs[0])
+        for why in angle_errors(self.reference.runs[0]):
+            raise ValueError(why)
 
 
 def find_points(programs: Programs, run: Run) -> frozenset[str]:
