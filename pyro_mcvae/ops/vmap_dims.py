@@ -134,10 +134,6 @@ class VmapDims:
         leads = [self._dims[p].size if p in positions else 1 for p in range(max(positions), -1, -1)]
         return value.reshape([*leads, *[1] * (depth - len(shape)), *shape])
 
-    def has(self, value: Tensor) -> bool:
-        """Return whether a tensor has vmap dims."""
-        return is_mapped(value)
-
     def _open(self, place: int, size: int) -> None:
         vmap_dim = self._dims.get(place)
         if vmap_dim is None:

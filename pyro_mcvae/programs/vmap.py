@@ -17,7 +17,7 @@ from pyro.distributions.util import is_validation_enabled
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_mcvae.ops.compat import mask_of
+from pyro_mcvae.ops.compat import is_mapped, mask_of
 from pyro_mcvae.ops.vmap_dims import VmapDims
 from pyro_mcvae.programs.messengers import LeadingDims, ParticlePlate
 from pyro_mcvae.programs.methods import has_methods_of
@@ -42,7 +42,7 @@ def rebatched(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
     :returns: ``fn`` itself if none of its tensors is under vmap.
     :raises LeadingDimsError: for a distribution that cannot be rebuilt from its parameters.
     """
-    if not any(dims.has(t) for t in _tensors(fn, _DEPTH)):
+    if not any(is_mapped(t) for t in _tensors(fn, _DEPTH)):
         return fn
     if type(fn) in _BY_LOGITS:
         count = {"total_count": fn.total_count} if type(fn) is dist.Multinomial else {}
@@ -67,7 +67,7 @@ def rebatched(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
         weights = rebatched(fn.mixture_distribution, dims, depth)
         return type(fn)(weights, rebatched(fn.component_distribution, dims, depth + 1))
     if isinstance(fn, torch.distributions.TransformedDistribution) and not any(
-        dims.has(t) for t in _tensors(_own(fn), _DEPTH)
+        is_mapped(t) for t in _tensors(_own(fn), _DEPTH)
     ):
         events = len(fn.event_shape) - len(fn.base_dist.event_shape)
         base = rebatched(fn.base_dist, dims, depth + events)
@@ -114,7 +114,7 @@ def _no_parameters(fn: Distribution, why: object) -> LeadingDimsError:
     )
 
 
-def _rebatch(value: bool | float | Tensor, dims: VmapDims, depth: int) -> bool | float | Tensor:
+def _rebatch(value: Any, dims: VmapDims, depth: int) -> Any:
     return dims.rebatch(value, depth) if isinstance(value, Tensor) else value
 
 
@@ -203,9 +203,9 @@ class MappedPlate(ParticlePlate):
         self._hidden[id(msg)] = Message(**{name: msg.get(name) for name in _FIELDS})  # type: ignore[typeddict-item]
         depth, fn = -self.depth - 1, msg["fn"]
         msg["fn"] = rebatched(fn, self._dims, depth)
-        msg["mask"] = self._rebatch(msg["mask"], depth)
-        msg["scale"] = self._rebatch(msg["scale"], depth)
-        msg["value"] = self._rebatch(msg["value"], depth + fn.event_dim)
+        msg["mask"] = _rebatch(msg["mask"], self._dims, depth)
+        msg["scale"] = _rebatch(msg["scale"], self._dims, depth)
+        msg["value"] = _rebatch(msg["value"], self._dims, depth + fn.event_dim)
         super()._process_message(msg)
 
     def _postprocess_message(self, msg: Message) -> None:
@@ -223,11 +223,8 @@ class MappedPlate(ParticlePlate):
         msg.update(hidden)
 
     def _of_first_particle(self, value: Any) -> Any:
-        is_mapped = isinstance(value, Tensor) and self._dims.has(value)
-        return self._dims.rebatch(value, value.dim())[0] if is_mapped else value
-
-    def _rebatch(self, value: Any, depth: int) -> Any:
-        return self._dims.rebatch(value, depth) if isinstance(value, Tensor) else value
+        mapped = isinstance(value, Tensor) and is_mapped(value)
+        return self._dims.rebatch(value, value.dim())[0] if mapped else value
 
 
 _FIELDS = "fn", "value", "mask", "scale", "cond_indep_stack"
