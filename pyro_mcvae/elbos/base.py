@@ -16,7 +16,6 @@ from pyro.infer.elbo import ELBO
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
-from torch.distributions import Independent
 
 from pyro_mcvae.checks.faults import (
     angle_errors,
@@ -318,10 +317,6 @@ _POINTS = (
     "TraceSGVB_ELBO has the same value with one particle; for a bound use a guide that draws, such "
     "as AutoNormal"
 )
-_ONE_DATUM = (
-    "site '%s' and the data of site '%s' have %d independent entries each and are in no plate, so "
-    "all entries share one weight: for separate weights, put both into a plate of that size"
-)
 _OBSERVED = (
     "site '%s' of the guide is observed: as in Pyro, its log density is added to the loss, so that "
     "training decreases it. It is not part of weights or evidence. To train a network that "
@@ -410,8 +405,6 @@ class ModelWarnings:
             drawn = [t for t in run.terms if t.in_guide and is_latent(t.site)]
             if drawn and not any(is_random(t.site) for t in drawn):
                 self._warn(_POINTS % drawn[0].key.name)
-            for names_and_size in _without_plate(drawn, run):
-                _logger.info(_ONE_DATUM, *names_and_size)
             scale = common_scale(run.terms)
             if scale is not None:
                 self._warn(_TEMPERED % (scale, "not a" if scale > 1 else "a loose", scale))
@@ -449,17 +442,6 @@ class ModelWarnings:
                 self._scaled.add(key)
                 what = "exists for few models only" if key[1] else "is that of another prior"
                 _logger.warning(_SCALED, name, *scales, *scales, what)
-
-
-def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]]:
-    """Yield latents and data of equal size outside plates, which are probably independent."""
-    for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
-        for latent in drawn:
-            sites = latent.site, data.site
-            events = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
-            size, same = (math.prod(s["fn"].event_shape[:1]) for s in sites)
-            if events and size == same > 1:
-                yield latent.key.name, data.key.name, size
 
 
 def _why_averaged(run: Run, drawn: Mapping[str, Term]) -> str:
