@@ -174,7 +174,9 @@ def masked_latents(programs: Programs, run: Run) -> MaskedLatents:
     masked = [n for n in latents if own_mask(model[n]) is not None]
     # The guide may mask the same entries, which then have no density in the weight.
     names = [
-        n for n in masked if counted_values(latents[n]) is None or _removes(model[n], latents[n])
+        n
+        for n in masked
+        if (counted := counted_values(latents[n])) is None or _more(own_mask(model[n]), counted)
     ]
     if not names:
         return MaskedLatents({}, frozenset())
@@ -194,7 +196,9 @@ def masked_latents(programs: Programs, run: Run) -> MaskedLatents:
 
 def masked_otherwise(run: Run) -> list[str]:
     """Return latents with masks in both programs, whose guide counts more entries."""
-    return [n for n, site in _masked_latents(run).items() if counted_values(site) is not None]
+    model = run.model_trace.nodes
+    masked = {n: s for n, s in _latents(run).items() if _masks_more(model[n], s)}
+    return [n for n, site in masked.items() if counted_values(site) is not None]
 
 
 def with_priors(model: Program, counted: Mapping[str, Tensor | None]) -> Program:
@@ -286,17 +290,6 @@ def _latents(run: Run) -> dict[str, Site]:
     model = run.model_trace.nodes
     sites = {t.key.name: t.site for t in run.terms if t.in_guide and is_latent(t.site)}
     return {n: s for n, s in sites.items() if n in model and is_latent(model[n])}
-
-
-def _masked_latents(run: Run) -> dict[str, Site]:
-    """Return the latents with entries that the model masks and the guide counts."""
-    model = run.model_trace.nodes
-    return {n: s for n, s in _latents(run).items() if _masks_more(model[n], s)}
-
-
-def _removes(model_site: Site, guide_site: Site) -> bool:
-    """Return whether the model's own mask removes entries that the guide counts."""
-    return _more(own_mask(model_site), counted_values(guide_site))
 
 
 def _masks_more(model_site: Site, guide_site: Site) -> bool:

@@ -251,7 +251,8 @@ class NoiseCoordinate(Coordinate):
 
     def __init__(self, fn: Distribution, noise: Noise) -> None:
         self.batch_shape = fn.batch_shape
-        self.reparameterized = not _has_no_rsample(fn)
+        # False if has_rsample_(False) was called on this distribution.
+        self.reparameterized = all(vars(f).get("has_rsample") is not False for f in layers(fn))
         self.noise = noise
         self.normal = isinstance(noise.standard, StandardNormal)
         self.event_shape = noise.event_shape
@@ -389,11 +390,6 @@ class DiscreteCoordinate(ValueCoordinate):
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         return self._drawn.log_prob(value)
-
-
-def _has_no_rsample(fn: Distribution) -> bool:
-    """Return whether ``has_rsample_(False)`` was set on this distribution."""
-    return any(vars(layer).get("has_rsample") is False for layer in layers(fn))
 
 
 def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coordinate:

@@ -158,7 +158,7 @@ class PathGradient:
         """Return the costs of the plain ELBO for each run, for one particle with weight 1."""
         return [
             [
-                Cost(c.term, c.value, -_path_log_q(c.term))
+                Cost(c.term, c.value, _score(c.term) - _log_q(c.term))  # the path of -log q
                 if self._applies(sample, c.term, i)
                 else c
                 for c in elbo_costs(run.summands)
@@ -216,11 +216,6 @@ class PathGradient:
                     assert b is not None
                     scaled = _second_factor(term, sample.align(parts[b], term, i))
                     term.site["value"].register_hook(lambda grad, w=scaled: grad * w.to(grad))
-
-
-def _path_log_q(term: Term) -> Tensor:
-    """Return log q(z), up to its value, with a gradient only through z."""
-    return _log_q(term) - _score(term)
 
 
 def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tensor:

@@ -580,7 +580,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         slot_runs = self._slots.runs(programs)
         if slot_runs is None:
             return self._estimate_by_rows(programs)
-        sums = [self._sums(programs, slot_run) for slot_run in slot_runs]
+        sums = [SlotSums(run, self._slots.ancestors(programs, run)) for run in slot_runs]
         wanted = torch.is_grad_enabled()
         parts = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
         value, surrogate = map(as_scalar, map(add_up, zip(*parts, strict=True)))
@@ -602,13 +602,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 
-    def _row_sample(self, programs: Programs) -> tuple[WeightedParticles, OneSlot]:
-        sample, draws = self._rows.sample(self.sampler, programs)
-        return sample, SlotAverage.of(sample, draws, common=False)
-
     def _estimate_by_rows(self, programs: Programs) -> Estimate:
         """Estimate with whole weights, for models and guides whose slots cannot be in dims."""
-        sample, slots = self._row_sample(programs)
+        sample, draws = self._rows.sample(self.sampler, programs)
+        slots = SlotAverage.of(sample, draws, common=False)
         if slots.weight is None:
             return averaged_estimate(sample)
         log_weight = sample.log_weight
@@ -618,9 +615,6 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             scores = slots.with_scores(estimate.surrogate, log_weight.detach, programs)
             estimate.surrogate = scores
         return estimate
-
-    def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
-        return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
 
     def _without_slots(self, programs: Programs) -> WeightedParticles:
         sample = self.sampler.arrange(programs, self.sampler.independent(programs))

@@ -38,7 +38,8 @@ def substitute(
         observes fewer values than the model draws.
     """
     call = (programs.args, programs.kwargs)
-    leaves = _distinct(t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
+    tensors = (t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
+    leaves = list({id(t): t for t in tensors}.values())
     shared: dict[str, Tensor] = {}
     new: dict[int, Tensor] = {}
     _check_distinct(sites, values, remedy)
@@ -58,10 +59,6 @@ def substitute(
     new.update(_rewritten(leaves, sites, shared, remedy))
     args, kwargs = tree_map_only(Tensor, lambda t: new.get(id(t), t), call)
     return replace(programs, args=args, kwargs=kwargs)
-
-
-def _distinct(tensors: Iterator[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -66,20 +66,15 @@ def rebatched(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
     if isinstance(fn, torch.distributions.MixtureSameFamily):
         weights = rebatched(fn.mixture_distribution, dims, depth)
         return type(fn)(weights, rebatched(fn.component_distribution, dims, depth + 1))
-    if isinstance(fn, torch.distributions.TransformedDistribution) and not any(
-        is_mapped(t) for t in _tensors(_own(fn), _DEPTH)
-    ):
+    own = [value for name, value in vars(fn).items() if name != "base_dist"]
+    is_transformed = isinstance(fn, torch.distributions.TransformedDistribution)
+    if is_transformed and not any(map(is_mapped, _tensors(own, _DEPTH))):
         events = len(fn.event_shape) - len(fn.base_dist.event_shape)
         base = rebatched(fn.base_dist, dims, depth + events)
         plain = dist.TransformedDistribution(base, fn.transforms)
         is_plain = type(fn) is torch.distributions.TransformedDistribution
         return plain if is_plain else _like(fn, plain)
     return _by_parameters(fn, dims, depth)
-
-
-def _own(fn: Distribution) -> list[Any]:
-    """Return the attributes of a distribution, without its base distribution."""
-    return [value for name, value in vars(fn).items() if name != "base_dist"]
 
 
 def _like(fn: Distribution, plain: Distribution) -> Distribution:

@@ -129,7 +129,8 @@ def check_factors(programs: Programs, run: Run) -> None:
 
     :raises ValueError: naming the factor.
     """
-    factors = [n for n, s in run.model_trace.nodes.items() if _is_scored_factor(s)]
+    scored = {n: s for n, s in run.model_trace.nodes.items() if is_scored(s)}
+    factors = [n for n, s in scored.items() if s["is_observed"] and is_factor(s["fn"])]
     if not factors:
         return
     tracked = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
@@ -211,10 +212,6 @@ def _same_density(before: Site, after: Site) -> bool:
         return False
     pair = [site["fn"].log_prob(value) for site in (before, after)]
     return torch.equal(*(p.nan_to_num() for p in pair))
-
-
-def _is_scored_factor(site: Site) -> bool:
-    return is_scored(site) and site["is_observed"] and is_factor(site["fn"])
 
 
 class _Marked:
