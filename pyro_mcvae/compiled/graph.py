@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
-from pyro_mcvae.compiled.tracer import Layout, NotRecordable, aliased_arguments
+from pyro_mcvae.compiled.tracer import NotRecordable, TensorLayout, aliased_arguments
 from pyro_mcvae.ops.compat import schema_of
 
 _aten = torch.ops.aten
@@ -318,7 +318,7 @@ def _number(node: Node, args: list[Any]) -> float | None:
     return _KNOWN.get((node.target, float(args[0])))
 
 
-def _layout(node: Node) -> Layout | None:
+def _layout(node: Node) -> TensorLayout | None:
     return node.meta.get("layout")
 
 

@@ -34,7 +34,7 @@ from pyro_mcvae.compiled.graph import (
     returned_by,
     viewed_by,
 )
-from pyro_mcvae.compiled.tracer import Layout
+from pyro_mcvae.compiled.tracer import TensorLayout
 from pyro_mcvae.ops.tensors import Generators
 
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ def outline(graph: GraphModule, example: list[Tensor]) -> Outline | None:
     copy.output(copy.graph_copy(graph.graph, {}))
     join_parts(copy, _COPIES)
     generators = Generators()
-    _Layouts(torch.nn.Module(), graph=copy).run(*example)
+    _TensorLayouts(torch.nn.Module(), graph=copy).run(*example)
     generators.put_back()
     _free_draws(copy)
     items = _Items(copy)
@@ -64,13 +64,13 @@ def outline(graph: GraphModule, example: list[Tensor]) -> Outline | None:
     return Outline(copy, items, cuts) if cuts else None
 
 
-class _Layouts(Interpreter):
+class _TensorLayouts(Interpreter):
     """Computes a graph, and notes the layout of each tensor in it."""
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor):
-            n.meta["layout"] = Layout.of(value)
+            n.meta["layout"] = TensorLayout.of(value)
         return value
 
 

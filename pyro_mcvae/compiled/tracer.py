@@ -46,7 +46,7 @@ def unsupported_op(why: str) -> NoReturn:
 # Recording ----------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The shape, strides, dtype and device of a tensor in a graph."""
 
     shape: torch.Size
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> TensorLayout:
         """Return the layout of a tensor; sparse tensors have no strides."""
         stride = tensor.stride() if tensor.layout is torch.strided else None
         return cls(tensor.shape, stride, tensor.dtype, tensor.device)
@@ -145,14 +145,14 @@ class _Tracer(TorchDispatchMode):
             last = next(reversed(self._constant_nodes.values()), None)
             with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
                 node = self.graph.placeholder(f"constant_{len(self.constants)}")
-            node.meta |= {"layout": Layout.of(tensor), "stored": not tensor.requires_grad}
+            node.meta |= {"layout": TensorLayout.of(tensor), "stored": not tensor.requires_grad}
             self._constant_nodes[id(tensor)] = node
             self.constants.append(tensor)
         return node
 
     def _add_result(self, result: object, node: Node) -> None:
         if isinstance(result, Tensor):
-            node.meta["layout"] = Layout.of(result)
+            node.meta["layout"] = TensorLayout.of(result)
             self._results[id(result)] = weakref.ref(result), node
         elif isinstance(result, list | tuple):
             for i, part in enumerate(result):

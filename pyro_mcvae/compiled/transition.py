@@ -86,7 +86,7 @@ class _Contents(pickle.Pickler):
 
 
 @dataclass
-class _Recording:
+class _KernelRecording:
     """
     :ivar prepare: ``(*constants) -> (*prepared)``, which is computed once for each chain.
     :ivar graph: ``(*prepared, *inputs) -> (*tensors of the new state and info, assumed)``.
@@ -140,7 +140,7 @@ class RecordedTransition:
     def __init__(self, kernel: Kernel, programs: tuple[object, ...]) -> None:
         self._kernel, self._programs = kernel, programs
         self.adjusted = kernel.adjusted
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[Hashable, _KernelRecording] = {}
         self._chain: Callable[[Tensor], State] | None = None
         self._last: State | None = None
         self._steps = self._recorded = self._uses = 0
@@ -174,7 +174,12 @@ class RecordedTransition:
         return self._replay(known, state, target, inputs, begins)
 
     def _replay(
-        self, known: _Recording, state: State, target: Target, inputs: list[Tensor], begins: bool
+        self,
+        known: _KernelRecording,
+        state: State,
+        target: Target,
+        inputs: list[Tensor],
+        begins: bool,
     ) -> _Step:
         known.uses += 1
         self._uses += 1
@@ -212,7 +217,7 @@ class RecordedTransition:
 
     def _recording_of(
         self, state: State, target: Target, inputs: list[Tensor]
-    ) -> tuple[_Recording, list[Tensor]]:
+    ) -> tuple[_KernelRecording, list[Tensor]]:
         kernel, recorded = self._kernel, []
         around = Surroundings(*self._programs, kernel, executed=self._executed)
 
@@ -252,7 +257,7 @@ class RecordedTransition:
             self._key = (self._contents.key, *self._key[1:])
         stays = [id(c) not in moving for c in constants]
         prepare, graph = split_off(graph.graph, stays)
-        recording = _Recording(
+        recording = _KernelRecording(
             prepare, quick(graph), constants, places, template, assumes, dependencies
         )
         recording.begin(self._contents)

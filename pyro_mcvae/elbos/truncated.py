@@ -166,7 +166,7 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     GPU.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
-    read = costs_nothing_to_read(runs.layouts.prior_draws)
+    read = costs_nothing_to_read(runs.model_layout.prior_draws)
     return not guide.prior_draws and read and 2 * count <= guide.num_states
 
 

@@ -73,12 +73,12 @@ class Programs:
         return self.model, self.guide
 
     @cached_property
-    def call(self) -> Call:
+    def call(self) -> Arguments:
         """Return what distinguishes this call from others of the same programs."""
         leaves, spec = flat(self.args, self.kwargs)
         floats = tuple([leaf for leaf in leaves if type(leaf) is float])
         key = (torch.is_grad_enabled(), spec, *map(_about, leaves))
-        return Call(key, floats, [leaf for leaf in leaves if not is_a(leaf, (*_PLAIN, float))])
+        return Arguments(key, floats, [leaf for leaf in leaves if not is_a(leaf, (*_PLAIN, float))])
 
     @cached_property
     def read(self) -> Dependencies:
@@ -107,7 +107,7 @@ def _no_program(role: str, program: object) -> ValueError:
     )
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """
     The arguments of a call.
 

@@ -21,7 +21,7 @@ from pyro_mcvae.programs.outside_values import (
     GeneratorStates,
     attribute,
 )
-from pyro_mcvae.programs.run import Call, Programs
+from pyro_mcvae.programs.run import Arguments, Programs
 from pyro_mcvae.programs.types import Program
 
 _logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class _Watch(NamedTuple):
     has_more: bool
     fingerprint: int
 
-    def covers(self, call: Call) -> bool:
+    def covers(self, call: Arguments) -> bool:
         """Return whether a call reads the same values, so that it executes the same operations."""
         # A recording has tensors instead of floats, and guards for all values that it reads.
         same = is_recording() or (self.floats == call.floats and not self.has_more)
@@ -179,7 +179,7 @@ class _Pair:
         self.read: Dependencies | None = None  # by the last run that was watched
         self.derived: dict[Hashable, Program] = {}
 
-    def begin(self, call: Call) -> _Use:
+    def begin(self, call: Arguments) -> _Use:
         """Return the analysis of a call, or the most recent one if something has changed."""
         last, self._last = self._last, None
         if last is not None and not (last.is_known or last.has_run):

@@ -31,13 +31,13 @@ from pyro_mcvae.structure.blocks import (
     weigh_together,
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
-from pyro_mcvae.structure.marked import Dependencies, MarkedRunError, dependencies_of, marked
+from pyro_mcvae.structure.marked import DrawDependencies, MarkedRunError, dependencies_of, marked
 
 # Guide sites on whose draws no data depend: the data depend on the guide's parameters instead.
 
 
 def find_collapsed(
-    programs: Programs, run: Run, names: frozenset[str], deps: Dependencies | None = None
+    programs: Programs, run: Run, names: frozenset[str], deps: DrawDependencies | None = None
 ) -> tuple[str, str] | None:
     """
     Find a guide site on which no data depend, and an observed site that has its parameters.
@@ -65,7 +65,7 @@ def find_collapsed(
     return None
 
 
-def _reaching(traced: Dependencies, observed: set[FactorKey]) -> set[str]:
+def _reaching(traced: DrawDependencies, observed: set[FactorKey]) -> set[str]:
     """Return the draws that data depend on, directly or through others in the model."""
     factors: Mapping[FactorKey, frozenset[str]] = traced.factors
     reached = {name for key in observed for name in factors.get(key, frozenset())}
@@ -188,7 +188,7 @@ class StructureFinder:
         factors = {key: Factor(f, None) for key, f in frames.items()}
         trace = not self.joint and needs_dependencies(factors, names)
         masked_by: dict[str, frozenset[str]] = {}
-        traced: Dependencies | None = None
+        traced: DrawDependencies | None = None
         if trace or (self.find_roots and (len(names) > 1 or run.guide_data)):
             traced = dependencies_of(programs, names, run)
             factors = {key: Factor(f, traced.factors.get(key)) for key, f in frames.items()}
@@ -294,7 +294,7 @@ def _roots(
     run: Run,
     random: list[Term],
     factors: Mapping[FactorKey, Factor],
-    traced: Dependencies | None,
+    traced: DrawDependencies | None,
 ) -> frozenset[str]:
     """Return the guide's random sites that depend on no other reparameterized draw."""
     names = {t.key.name for t in random}

@@ -261,7 +261,7 @@ class Read(NamedTuple):
     is_branch: bool
 
 
-class Dependencies(NamedTuple):
+class DrawDependencies(NamedTuple):
     """
     Direct dependencies on the draws of the guide.
 
@@ -286,10 +286,12 @@ class Dependencies(NamedTuple):
             closed = wider
         return closed
 
-    def with_sums(self, terms: Iterable[Term]) -> Dependencies:
+    def with_sums(self, terms: Iterable[Term]) -> DrawDependencies:
         """Add sums over enumerated sites, whose dependencies are those of their members."""
         sums = {t.key: [m.key for m in t.members] for t in terms if t.members}
-        return Dependencies(*({**part, **_unions(part, sums)} for part in self)) if sums else self
+        return (
+            DrawDependencies(*({**part, **_unions(part, sums)} for part in self)) if sums else self
+        )
 
 
 def _unions(
@@ -353,10 +355,10 @@ class MarkedRun:
             for key, whole in self.whole.items()
         }
 
-    def dependencies(self, tracked: frozenset[str]) -> Dependencies:
+    def dependencies(self, tracked: frozenset[str]) -> DrawDependencies:
         """Return the dependencies on some of the guide's sites."""
         names, draws = self.marker.names, self.marker.leaves_of_draws
-        return Dependencies(
+        return DrawDependencies(
             {key: names(bits) & tracked for key, bits in self.bits.items()},
             {key: names(bits) & tracked for key, bits in self.masked.items()},
             {k: _leaves_of(t.log_prob).difference(draws) for k, t in self.terms.items()},
@@ -755,7 +757,7 @@ def _iterations(site: Site) -> frozenset[PlateKey]:
     return frozenset(plate_key(f) for f in plate_frames(site) if f.dim is None)
 
 
-def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> Dependencies:
+def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> DrawDependencies:
     """
     Return the dependencies of the programs of a run on some sites of the guide.
 
@@ -765,4 +767,4 @@ def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> De
     try:
         return marked(programs, run).dependencies(tracked).with_sums(run.terms)
     except MarkedRunError:
-        return Dependencies({}, {}, {})
+        return DrawDependencies({}, {}, {})

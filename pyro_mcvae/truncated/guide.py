@@ -19,8 +19,8 @@ from pyro_mcvae.truncated.data_record import DataRecord, fingerprints
 from pyro_mcvae.truncated.joint import (
     GuideDraws,
     JointRuns,
-    Layouts,
-    find_layouts,
+    ModelLayout,
+    find_model_layout,
     run_guide,
     searching,
 )
@@ -168,8 +168,8 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         self.guide, self.exchange = guide, exchange
         self.prior_draws = check_count("prior_draws", prior_draws, 0)
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
-        # The layouts of the programs of recent calls, the latest first.
-        self._layout_cache: list[tuple[object, Layouts]] = []
+        # The layouts of the models of recent calls, the latest first.
+        self._layout_cache: list[tuple[object, ModelLayout]] = []
         self._synchronized = False
         self.fixed_data = fixed_data
         self._record = DataRecord()
@@ -259,7 +259,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         guide_trace = run_guide(self.guide, args, kwargs)
         with hidden_from_handlers(), torch.no_grad():
             programs = Programs(self.model, self, args, kwargs)
-            nesting = self._layouts(programs, self._sampler).nesting
+            nesting = self._model_layout(programs, self._sampler).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
     def forget(self) -> None:
@@ -268,16 +268,16 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             delattr(self, name)
         self._synchronized, self._layout_cache, self._record = False, [], DataRecord()
 
-    def _layouts(self, programs: Programs, sampler: ParticleSampler) -> Layouts:
-        """Return the layouts of the model, and make the initial states at its first call."""
+    def _model_layout(self, programs: Programs, sampler: ParticleSampler) -> ModelLayout:
+        """Return the layout of the model, and make the initial states at its first call."""
         key = programs.model, self.guide, sampler
-        for cached_key, layouts in self._layout_cache:
+        for cached_key, model_layout in self._layout_cache:
             if cached_key == key:
-                return layouts
-        layouts = find_layouts(sampler, searching(programs, self.guide))
-        self._prepare(layouts.layout, layouts.prior_draws)
-        self._layout_cache = [(key, layouts), *self._layout_cache[: _MAX_LAYOUTS - 1]]
-        return layouts
+                return model_layout
+        model_layout = find_model_layout(sampler, searching(programs, self.guide))
+        self._prepare(model_layout.layout, model_layout.prior_draws)
+        self._layout_cache = [(key, model_layout), *self._layout_cache[: _MAX_LAYOUTS - 1]]
+        return model_layout
 
     # Not as inference tensors, which later steps could not modify.
     @torch.inference_mode(False)
@@ -340,11 +340,11 @@ class EStep:
         sampler: ParticleSampler,
         draws: GuideDraws | None = None,
     ) -> None:
-        layouts = guide._layouts(programs, sampler)
+        model_layout = guide._model_layout(programs, sampler)
         self._guide = guide
-        self._states = guide.get_buffer(f"states_{layouts.layout.name}")
+        self._states = guide.get_buffer(f"states_{model_layout.layout.name}")
         self._observed: Tensor | None = None
-        self.runs = JointRuns(sampler, layouts, searching(programs, guide.guide), draws)
+        self.runs = JointRuns(sampler, model_layout, searching(programs, guide.guide), draws)
 
     def synchronize(self) -> None:
         """Use the initial states of rank 0 on all ranks of a distributed run."""
@@ -358,7 +358,7 @@ class EStep:
 
         :raises ValueError: if states are stored for other data.
         """
-        count, space = self._guide.num_states, self.runs.layouts.layout.space
+        count, space = self._guide.num_states, self.runs.model_layout.layout.space
         packed: list[Tensor] = []
 
         def load() -> Tensor:
@@ -370,10 +370,10 @@ class EStep:
         joint = self.runs.log_joint_rows(sample)
         # If all states are stored, they are valid for any data.
         if self._guide.fixed_data and count < space.cardinality:
-            self._observed = fingerprints(sample, self.runs.layouts.fixed_data)
+            self._observed = fingerprints(sample, self.runs.model_layout.fixed_data)
             changed = self._guide._record.find_changed(self.runs.data.index, self._observed)
             if changed is not None:
-                raise _other_data(self.runs.layouts, changed)
+                raise _other_data(self.runs.model_layout, changed)
         return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
     def search(self, population: Population) -> Population:
@@ -400,14 +400,14 @@ class EStep:
         with torch.no_grad():
             states.index_copy_(0, index, packed)
         if self._observed is not None:
-            num_data = self.runs.layouts.layout.num_data
+            num_data = self.runs.model_layout.layout.num_data
             self._guide._record.keep(self.runs.data.index, self._observed, num_data)
 
 
-def _other_data(layouts: Layouts, datum: int) -> StatesError:
+def _other_data(found: ModelLayout, datum: int) -> StatesError:
     return StatesError(
-        f"datum {datum} of plate '{layouts.layout.plates[-1].name}' has other values than before "
-        f"at the observed sites {', '.join(map(repr, sorted(layouts.fixed_data)))}: states belong "
+        f"datum {datum} of plate '{found.layout.plates[-1].name}' has other values than before "
+        f"at the observed sites {', '.join(map(repr, sorted(found.fixed_data)))}: states belong "
         f"to a datum by its index, and these were searched for other observations. For minibatches "
         f"pass their indices, pyro.plate(..., N, subsample=index); for held-out data create a "
         f"guide by guide.for_data(...); for data that are drawn again at every step pass "

@@ -181,7 +181,7 @@ def with_searched(guide_trace: Trace, model_trace: Trace, names: Collection[str]
 
 
 @dataclass
-class Layouts:
+class ModelLayout:
     """
     The structure of a model and guide.
 
@@ -202,7 +202,7 @@ class Layouts:
     prior_draws: Tensor
 
 
-def find_layouts(sampler: ParticleSampler, programs: Programs) -> Layouts:
+def find_model_layout(sampler: ParticleSampler, programs: Programs) -> ModelLayout:
     """
     Find the discrete sites of a model, their data plate and their entries.
 
@@ -244,7 +244,7 @@ def find_layouts(sampler: ParticleSampler, programs: Programs) -> Layouts:
     data = DataIndex(tuple(frames[k].size for k in block.plates), torch.zeros(0))
     drawn = [layout.states({n: t.nodes[n]["value"] for n in names}, data) for t in draws]
     states = torch.cat(drawn).flatten(0, 1)[:_PRIOR_DRAWS]
-    return Layouts(run.nesting, structure, layout, plates, fixed_data, states)
+    return ModelLayout(run.nesting, structure, layout, plates, fixed_data, states)
 
 
 def constant_observations(programs: Programs, run: Run) -> frozenset[str]:
@@ -303,7 +303,7 @@ class JointRuns:
     The minibatch and the other latents w, which ``guide`` draws, are the same in every run.
 
     :param sampler: vectorizes the runs, and caches the analyses of the programs.
-    :param layouts: from :func:`find_layouts`.
+    :param model_layout: from :func:`find_model_layout`.
     :param programs: from :func:`searching`.
     :param draws: existing draws of ``guide``, by site, and their minibatch.
     :ivar finite: whether all densities with a graph were finite.
@@ -314,11 +314,11 @@ class JointRuns:
     def __init__(
         self,
         sampler: ParticleSampler,
-        layouts: Layouts,
+        model_layout: ModelLayout,
         programs: Programs,
         draws: GuideDraws | None = None,
     ) -> None:
-        self._sampler, self.layouts, self._programs = sampler, layouts, programs
+        self._sampler, self.model_layout, self._programs = sampler, model_layout, programs
         guide = cast("SearchMessenger", programs.guide).guide
         # Programs in which the model draws the discrete sites itself, with any dims.
         self._plain = replace(programs, guide=guide or _draw_nothing)
@@ -327,7 +327,7 @@ class JointRuns:
         with Recorder(Substitutes(self.subsamples, draws.values), records=False):
             self.guide_trace = run_guide(guide, programs.args, programs.kwargs)
         self._guide_terms = [
-            shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
+            shared_by_data(guide_term(s), model_layout.plates) for s in scored(self.guide_trace)
         ]
         self._data: DataIndex | None = None
         # The sample of earlier runs with the same sites and plates.
@@ -362,19 +362,19 @@ class JointRuns:
         def draw(at: int | None) -> SampleFn:
             def supply(msg: Site) -> Tensor | None:
                 name = msg["name"]
-                spec = self.layouts.layout.sites.get(name)
+                spec = self.model_layout.layout.sites.get(name)
                 if spec is None:
                     raise changed_program(f"the model draws site '{name}'")
                 check_unmasked(msg)
                 if self._data is None:
                     # Make it on the states' device, because a copy from the host would synchronize.
-                    layout, device = self.layouts.layout, self.layouts.prior_draws.device
+                    layout, device = self.model_layout.layout, self.model_layout.prior_draws.device
                     self._data = layout.find_data(msg, self.subsamples, device)
                 if states is None:
                     return None
                 if not values:
                     runs = states() if callable(states) else states
-                    values.update(self.layouts.layout.values(runs, self.data))
+                    values.update(self.model_layout.layout.values(runs, self.data))
                 value = values[name] if at is None else values[name][at]
                 value = value.reshape(msg["fn"].batch_shape + msg["fn"].event_shape)
                 value = _inside_support(value, msg, spec)
@@ -395,7 +395,7 @@ class JointRuns:
         else:
             runs = [self._run_once(draw(i), Layout(None, None)) for i in range(count)]
         structures = [self._sampler.structures.of(self._programs, run) for run in runs]
-        if structures[0].blocks != self.layouts.structure.blocks:
+        if structures[0].blocks != self.model_layout.structure.blocks:
             raise changed_program(f"the data have the plates {structures[0].blocks}")
         sample = WeightedParticles(runs, [s.block_of for s in structures], structures[0])
         if run is not None and not structures[0].coupled:
@@ -409,7 +409,7 @@ class JointRuns:
 
         It is minus infinity for states outside the support.
         """
-        unbounded = {n for n, spec in self.layouts.layout.sites.items() if not spec.bounded}
+        unbounded = {n for n, spec in self.model_layout.layout.sites.items() if not spec.bounded}
         if not unbounded:
             return sample.log_weight
 
@@ -435,14 +435,14 @@ class JointRuns:
             self._programs,
             None,
             self.subsamples,
-            self.layouts.structure.global_sites,
+            self.model_layout.structure.global_sites,
             name=STATES,
-            nesting=self.layouts.nesting,
+            nesting=self.model_layout.nesting,
             compared=self._plain,
         )
 
     def _run_once(self, draw: SampleFn, layout: Layout) -> Run:
-        nesting, structure = self.layouts.nesting, self.layouts.structure
+        nesting, structure = self.model_layout.nesting, self.model_layout.structure
         count, leading, guide_trace = layout.count, layout.leading(), self.guide_trace
         if count is not None:
             skip = structure.global_sites.guide
@@ -453,7 +453,7 @@ class JointRuns:
                 )
         substitutes = Substitutes(self.subsamples, sample_fn=draw)
         model_trace = run_model(self._programs, guide_trace, substitutes, leading)
-        names = self.layouts.layout.sites.keys()
+        names = self.model_layout.layout.sites.keys()
         missing = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if missing:
             raise changed_program(f"the model does not draw site '{missing[0]}', or observes it")

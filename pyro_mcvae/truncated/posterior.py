@@ -60,7 +60,7 @@ class StatePosterior:
     @cached_property
     def values(self) -> dict[str, Tensor]:
         """Return the value of each discrete site in every state, ``[S, *batch, *event]``."""
-        return self.runs.layouts.layout.values(self.population.states, self.runs.data)
+        return self.runs.model_layout.layout.values(self.population.states, self.runs.data)
 
     @cached_property
     def log_joint(self) -> Tensor:
@@ -96,7 +96,7 @@ class StatePosterior:
         value = function(self.values)
         weight = self._aligned(value.dim())
         # Reject a result that would be multiplied by the weights of other data.
-        nesting = self.runs.layouts.nesting
+        nesting = self.runs.model_layout.nesting
         value_batch, batch = value.shape[: nesting + 1], weight.shape[: nesting + 1]
         if len(value_batch) != len(batch) or any(
             n not in (1, size) for n, size in zip(value_batch, batch, strict=True) if size != 1
@@ -116,7 +116,7 @@ class StatePosterior:
         ``[*batch, *event, K]``.
         """
         means = {}
-        for name, spec in self.runs.layouts.layout.sites.items():
+        for name, spec in self.runs.model_layout.layout.sites.items():
             value = self.values[name]
             if not spec.ordinal and not spec.one_hot and not value.is_floating_point():
                 value = torch.nn.functional.one_hot(value.long() - spec.low, spec.size)
@@ -145,7 +145,7 @@ class StatePosterior:
         :param index: batch-shaped, with a dim of draws to the left of all plates; or, with
             ``leading=False``, with outer batch dims (particles, predictions).
         """
-        value, nesting = self.values[name], self.runs.layouts.nesting
+        value, nesting = self.values[name], self.runs.model_layout.nesting
         index = index.reshape((1,) * (nesting - index.dim()) + index.shape)
         cut = index.dim() - nesting
         outer, batch = index.shape[:cut], index.shape[cut:]
@@ -168,7 +168,7 @@ class StatePosterior:
 
     def _padded(self, index: Tensor) -> Tensor:
         """Pad ``[K, *batch]`` to the number of batch dims of all plates."""
-        missing = self.runs.layouts.nesting + 1 - index.dim()
+        missing = self.runs.model_layout.nesting + 1 - index.dim()
         return index.reshape(len(index), *(1,) * missing, *index.shape[1:])
 
     def _aligned(self, dim: int) -> Tensor:
@@ -228,7 +228,7 @@ def sample_states(posterior_of: PosteriorOf, guide_trace: Trace, nesting: int) -
     now = {n: plate.indices for n, plate in plates.items() if n in before}
     if any(not torch.equal(before[n].to(index), index) for n, index in now.items()):
         posterior = posterior_of(GuideDraws(draws, {**chosen, **now}))
-    layout = posterior.runs.layouts.layout
+    layout = posterior.runs.model_layout.layout
     with _entered(plates, [key.name for key in layout.plates]):
         index = pyro.sample(
             f"_{layout.name}_state",

@@ -371,7 +371,7 @@ def cross_over(states: Tensor) -> Tensor:
 
 def propose(runs: JointRuns, population: Population, count: int) -> Population:
     """Merge states that the model draws."""
-    layout, sample = runs.layouts.layout, runs.run(None, count)
+    layout, sample = runs.model_layout.layout, runs.run(None, count)
     nodes = [run.model_trace.nodes for run in sample.runs]
     leads = sample.runs[0].leading is not None
     values = {
@@ -402,9 +402,9 @@ def _flip_scores(runs: JointRuns, states: Tensor) -> Tensor | None:
         return None
     raw = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     gradients: dict[str, Tensor | None] = {}
-    for name in runs.layouts.layout.sites:
+    for name in runs.model_layout.layout.sites:
         parts = [g for (n, _), g in zip(leaves, raw, strict=True) if n == name]
         present = [g for g in parts if g is not None]
         if parts and len(present) == len(parts):
             gradients[name] = torch.stack(present) if len(present) > 1 else present[0]
-    return runs.layouts.layout.flip_scores(states, gradients, runs.data)
+    return runs.model_layout.layout.flip_scores(states, gradients, runs.data)
