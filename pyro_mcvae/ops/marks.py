@@ -832,23 +832,33 @@ class _Call:
 
         for sign in (1, -1):
 
-            def moved(value: Any, sign: int = sign) -> Any:
-                if not isinstance(value, Tensor):
-                    return value
-                mask, copy = self.masks.get(id(value)), value.detach().clone()
-                if mask is None:
-                    return copy
+            def moved(mask: Tensor, copy: Tensor, sign: int = sign) -> Tensor:
                 return torch.where((mask & field_for(mask)).any(0), _moved(copy, sign), copy)
 
-            args, kwargs = tree_map(moved, self.inputs)
-            with torch.no_grad():
-                moved_results = tensors_in(self.func(*args, **kwargs))
-            for at, old, new in zip(changed, results, moved_results, strict=True):
+            for at, old, new in zip(changed, results, self._rerun(moved), strict=True):
                 at |= (old != new) & ~(old.isnan() & new.isnan())
         return [
             None if mask is None else torch.where(at, mask, mask & ~field_for(mask))
             for mask, at in zip(masks, changed, strict=True)
         ]
+
+    def _rerun(self, change: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """
+        Run the operator on copies of its inputs.
+
+        :param change: called with the mask and the copy of each marked input, which it replaces.
+        """
+
+        def changed(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            mask, copy = self.masks.get(id(value)), value.detach().clone()
+            return copy if mask is None else change(mask, copy)
+
+        assert self.inputs is not None
+        args, kwargs = tree_map(changed, self.inputs)
+        with torch.no_grad():
+            return tensors_in(self.func(*args, **kwargs))
 
     def _rule(self) -> Callable[[Sequence[Tensor]], list[Tensor | None]] | None:
         name, func = self.name, self.func
@@ -925,11 +935,8 @@ class _Call:
             def of(value: Any, w: int = w) -> Any:
                 if not isinstance(value, Tensor) or id(value) not in data:
                     return value
-                return (
-                    self._mask(value)[w].clone()
-                    if schema_of(self.func).is_mutable
-                    else (self._mask(value)[w])
-                )
+                word = self._mask(value)[w]
+                return word.clone() if schema_of(self.func).is_mutable else word
 
             words.append(tensors_in(self.func(*tree_map(of, args), **tree_map(of, kwargs))))
         return [torch.stack(parts) for parts in zip(*words, strict=True)]
@@ -977,11 +984,9 @@ class _Call:
 
     def _rule_embedding(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         weight, index = self.args[:2]
-        return (
-            [self._indexed(weight, [index])]
-            if self.is_marked(index)
-            else (self._of_words((weight, index), {}, {id(weight)}))
-        )
+        if self.is_marked(index):
+            return [self._indexed(weight, [index])]
+        return self._of_words((weight, index), {}, {id(weight)})
 
     def _rule_index_put(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         data, indices, values = self.args[:3]
@@ -1041,11 +1046,8 @@ class _Call:
         return [rows, *self._everything(results[1:])]
 
     def _rule_bucketize(self, results: Sequence[Tensor]) -> list[Tensor | None]:
-        return [
-            _broadcast(
-                [self._mask(self.args[0]), union(self._mask(self.args[1]), [1])], results[0].shape
-            )
-        ]
+        values, order = map(self._mask, self.args[:2])
+        return [_broadcast([values, union(order, [1])], results[0].shape)]
 
     def _dims(self, ndim: int) -> list[int]:
         named = self.named
@@ -1255,8 +1257,6 @@ class _Call:
         """Return the marks that NaN in the entries of each bit reaches."""
         if any(not t.is_floating_point() for t in self.tensors if self.is_marked(t)):
             raise ValueError
-        assert self.inputs is not None
-        args, kwargs = self.inputs
         every = bits_of(self._one(self.tensors))
         masks = [self._zeros(r) for r in results]
         for place in range(every.bit_length()):
@@ -1264,17 +1264,10 @@ class _Call:
                 continue
             word, bit = divmod(place, WORD)
 
-            def poisoned(value: Any, word: int = word, bit: int = bit) -> Any:
-                if not isinstance(value, Tensor):
-                    return value
-                mask, copy = self.masks.get(id(value)), value.detach().clone()
-                if mask is None:
-                    return copy
+            def poisoned(mask: Tensor, copy: Tensor, word: int = word, bit: int = bit) -> Tensor:
                 return copy.masked_fill((mask[word] >> bit & 1).bool(), math.nan)
 
-            with torch.no_grad():
-                hit = tensors_in(self.func(*tree_map(poisoned, args), **tree_map(poisoned, kwargs)))
-            for mask, value in zip(masks, hit, strict=True):
+            for mask, value in zip(masks, self._rerun(poisoned), strict=True):
                 if not value.is_floating_point():
                     mask[word] |= 1 << bit
                 else:
