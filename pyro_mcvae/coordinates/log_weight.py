@@ -166,7 +166,7 @@ def gradients_at_latents(sample: WeightedParticles) -> list[dict[str, Tensor]]:
         nodes = run.model_trace.nodes
         leaves.append({n: nodes[n]["value"] for n in names if n in nodes})
     inputs = [v for values in leaves for v in values.values() if v.requires_grad]
-    log_prob = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+    log_prob = sample.model_log_prob
     values = torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True) if inputs else ()
     grads = iter(values)
     return [
@@ -222,7 +222,7 @@ class LogWeight:
     :param GradientMode gradient: the gradients that are needed. With any of them, :meth:`gradients`
         exist at the first coordinates. The coordinates have a gradient to the guide's parameters if
         they depend on them. With ``FIRST`` the first local draws are detached in the model, so that
-        guide and model get separate gradients: :meth:`guide_elbo`, :meth:`model_log_prob`.
+        guide and model get separate gradients: :meth:`guide_elbo`, :meth:`detached`.
     :param WeightedParticles within: a step whose minibatch and global latents are reused.
     :param Beginning begin: the initial values of local sites, and their number of rows; by default
         draws of the guide. Its fixed discrete sites are not part of the vectors, but their density
@@ -435,15 +435,6 @@ class LogWeight:
     @cached_property
     def _at_latents(self) -> list[dict[str, Tensor]]:
         return gradients_at_latents(self.first.sample)
-
-    def model_log_prob(self, coordinates: Tensor) -> Tensor:
-        """
-        Return log p(x, z) at detached latents, with gradients to the model and the global latents.
-
-        :param coordinates: shape ``[K, *plates, D]``.
-        :returns: shape ``[K, *plates]``.
-        """
-        return self.detached(coordinates).local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
 
     def detached(self, coordinates: Tensor) -> WeightedParticles:
         """

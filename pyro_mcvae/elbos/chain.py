@@ -501,7 +501,7 @@ def _averaged(sample: WeightedParticles) -> Estimate:
 
 def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
     weight = slots.normalized(chain.log_weight.detach())
-    refined = density.log_weight.model_log_prob(chain.state.position)
+    refined = density.log_weight.detached(chain.state.position).model_log_prob
     plain = slots.without_entropy(slots.mean(density.log_weight.guide_elbo()))
     return plain + (weight * refined).sum(0)
 

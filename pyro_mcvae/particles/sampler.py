@@ -98,6 +98,11 @@ class WeightedParticles:
         return self.local_sum(lambda t, i: t.log_prob, signed=True)
 
     @property
+    def model_log_prob(self) -> Tensor:
+        """Return log p(x_n, z_n) without N/B: shape ``[K, *plates]``."""
+        return self.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+
+    @property
     def weights_shape(self) -> tuple[int, ...]:
         """Return the shape of one particle's weights: ``[*plates]``, or ``[elements]``."""
         shapes = self.shapes

@@ -367,7 +367,7 @@ class MonteCarloEM(ChainELBO):
             fresh = self.sampler.resample(programs, draw.sample, sample.num_particles)
             bound = fresh.log_weight.mean(0)
             estimate = local_estimate(fresh, bound, bound)
-        local = (sample.scale * _model_log_prob(sample).mean(0)).sum()
+        local = (sample.scale * sample.model_log_prob.mean(0)).sum()
         shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
 
         def finish() -> None:
@@ -384,7 +384,7 @@ class MonteCarloEM(ChainELBO):
     ) -> Tensor:
         sample = density.log_weight.detached(chain.state.position)
         self._latest = sample, density.log_weight
-        return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)
+        return density.log_weight.guide_elbo().mean(0) + sample.model_log_prob.mean(0)
 
     def _run(self, density: ChainDensity, slots: OneSlot) -> Chain:
         first = density.log_weight.first
@@ -433,8 +433,3 @@ class MonteCarloEM(ChainELBO):
                 f"MonteCarloEM runs its chains without a graph, so {', '.join(learned)} would get "
                 f"no gradient: use a fixed step size, or AdaptiveStepSize"
             )
-
-
-def _model_log_prob(sample: WeightedParticles) -> Tensor:
-    """Return log p(x, z) of the local latents, shape ``[K, *plates]``."""
-    return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
