@@ -165,6 +165,17 @@ def test_programs_in_the_wrong_places(evaluator):
         evaluator(guide, model, X)
 
 
+@pytest.mark.filterwarnings("ignore:Found:UserWarning")
+def test_programs_in_the_wrong_places_with_a_point_mass_as_data():
+    def likelihood():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        point = dist.Delta(torch.tensor(0.0), log_density=-0.5 * (z - 1).square())
+        pyro.sample("x", point, obs=torch.tensor(0.0))
+
+    with pytest.raises(ValueError, match="guide observes site 'x': pass the model first"):
+        log_evidence(lambda: pyro.sample("z", dist.Normal(0.5, 0.7)), likelihood)
+
+
 def test_a_model_that_observes_nothing_is_reported(caplog):
     def prior(x):
         with pyro.plate("data", len(x)):
