@@ -16,12 +16,7 @@ from pyro_mcvae.chains.parameters import (
     LearnedStepSize,
     StepSize,
 )
-from pyro_mcvae.chains.schedules import (
-    LearnedSchedule,
-    LinearSchedule,
-    Schedule,
-    SigmoidSchedule,
-)
+from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, SigmoidSchedule
 from pyro_mcvae.chains.score_network import ScoreNetwork
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.coordinates.noise import Noise, register_noise

@@ -359,11 +359,7 @@ class AdaptiveStepSize(StepSize):
             )
 
     def complete(
-        self,
-        initial: float,
-        target_acceptance: float,
-        power: float = 1.0,
-        most: float = math.inf,
+        self, initial: float, target_acceptance: float, power: float = 1.0, most: float = math.inf
     ) -> None:
         """
         Set the values for which the kernel has defaults.

@@ -35,12 +35,7 @@ from pyro_mcvae.ops.smoothing import (
     smoothed,
     smoothed_gradients,
 )
-from pyro_mcvae.ops.tensors import (
-    as_shape,
-    costs_nothing_to_read,
-    fail_if_recording,
-    is_recording,
-)
+from pyro_mcvae.ops.tensors import as_shape, costs_nothing_to_read, fail_if_recording, is_recording
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.distributions import unvalidated
 from pyro_mcvae.programs.messengers import SampleFn

@@ -248,10 +248,7 @@ def value_at(msg: Message, placed: Placed) -> Tensor:
 
 
 def placing_at(
-    values: Mapping[str, Tensor],
-    record: Record,
-    kind: Coordinates,
-    fixed: SampleFn,
+    values: Mapping[str, Tensor], record: Record, kind: Coordinates, fixed: SampleFn
 ) -> SampleFn:
     """
     Return a sample function that gives the sites of a run their values at given coordinates.

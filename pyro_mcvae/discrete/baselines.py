@@ -416,11 +416,7 @@ class REBAR(RELAX):
     """
 
     def __init__(
-        self,
-        cost: Callable[[Tensor, Any], Tensor],
-        *,
-        temperature: float = 0.5,
-        scale: float = 1.0,
+        self, cost: Callable[[Tensor, Any], Tensor], *, temperature: float = 0.5, scale: float = 1.0
     ) -> None:
         # A lambda, because parameters of a submodule would be trained.
         super().__init__(lambda relaxed, data: cost(relaxed, data), temperature=temperature)

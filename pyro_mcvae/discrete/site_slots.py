@@ -265,10 +265,7 @@ def check_num_slots(name: str, count: int) -> None:
 
 
 def choose(
-    msg: Message,
-    options: SiteOptions,
-    warn: Callable[[str], object],
-    joined: tuple[int, ...] = (),
+    msg: Message, options: SiteOptions, warn: Callable[[str], object], joined: tuple[int, ...] = ()
 ) -> SiteSlots | None:
     """
     Choose the slots of a site of the guide; None for a site that has none.

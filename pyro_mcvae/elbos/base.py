@@ -708,11 +708,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return estimate
 
     def _get_trace(
-        self,
-        model: Program,
-        guide: Program,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        self, model: Program, guide: Program, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Trace, Trace]:
         raise NotImplementedError("objectives of this package run model and guide together")
 

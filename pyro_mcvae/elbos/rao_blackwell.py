@@ -26,12 +26,7 @@ from pyro_mcvae.elbos.base import (
     as_scalar,
     times,
 )
-from pyro_mcvae.elbos.elbo_terms import (
-    Cost,
-    averaged_estimate,
-    elbo_bounds,
-    weighted_estimate,
-)
+from pyro_mcvae.elbos.elbo_terms import Cost, averaged_estimate, elbo_bounds, weighted_estimate
 from pyro_mcvae.ops.compat import DIM_TO_SYMBOL, dims_of, with_dims
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.particles.sampler import WeightedParticles

@@ -215,11 +215,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
     """
 
     def __init__(
-        self,
-        num_particles: int = 1,
-        *,
-        analytic_kl: bool = True,
-        **options: Unpack[ELBOOptions],
+        self, num_particles: int = 1, *, analytic_kl: bool = True, **options: Unpack[ELBOOptions]
     ) -> None:
         self._check_options(options)
         super().__init__(num_particles, **options)

@@ -15,12 +15,7 @@ from pyro_mcvae.chains.kernels import HMC
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.evaluation.clock import OutOfTimeError
 from pyro_mcvae.evaluation.continuation import NOT_CHECKED, Rise, continue_training
-from pyro_mcvae.evaluation.evidence import (
-    LogEvidence,
-    estimate,
-    has_light_tail,
-    with_error,
-)
+from pyro_mcvae.evaluation.evidence import LogEvidence, estimate, has_light_tail, with_error
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     Annealing,

@@ -47,10 +47,7 @@ _logger = logging.getLogger(__name__)
 
 
 def check_sites(
-    guide_trace: Trace,
-    model_trace: Trace,
-    strict_enumeration: bool,
-    before_sums: bool = False,
+    guide_trace: Trace, model_trace: Trace, strict_enumeration: bool, before_sums: bool = False
 ) -> None:
     """
     Check that the guide draws what the model needs, and nothing else.

@@ -343,10 +343,7 @@ class JointRuns:
         return self._data
 
     def run(
-        self,
-        states: Tensor | Callable[[], Tensor] | None,
-        count: int,
-        leaves: Leaves | None = None,
+        self, states: Tensor | Callable[[], Tensor] | None, count: int, leaves: Leaves | None = None
     ) -> WeightedParticles:
         """
         Run the model.
