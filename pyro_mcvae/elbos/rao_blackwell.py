@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pyro.ops import packed
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.discrete.baselines import Baseline
@@ -33,10 +34,6 @@ from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.run import Programs, is_messenger
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Site
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 # Averages over the slots of discrete guide sites, and the score functions of these sites.
 

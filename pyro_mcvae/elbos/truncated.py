@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from pyro import poutine
 from torch import Tensor
+from typing_extensions import Unpack
 
-from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.tensors import costs_nothing_to_read
@@ -19,11 +19,6 @@ from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.guide import EStep, TruncatedPosterior
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.states import take_rows
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from pyro_mcvae.elbos.base import ELBOOptions
 
 
 class TraceTruncated_ELBO(MonteCarloELBO):

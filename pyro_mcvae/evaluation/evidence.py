@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.evaluation.clock import Clock, OutOfTimeError
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
@@ -26,9 +26,6 @@ from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.weights import tail_length
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _logger = logging.getLogger(__name__)
 

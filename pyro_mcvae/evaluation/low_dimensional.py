@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.kernels import HMC, Target
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
@@ -21,9 +22,6 @@ from pyro_mcvae.evaluation.options import (
 from pyro_mcvae.evaluation.weights import weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.types import Program
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # Kernel density estimates need a number of draws that grows exponentially with the dimension.
 _MOST = 5

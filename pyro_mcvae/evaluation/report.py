@@ -6,10 +6,11 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.kernels import HMC
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
@@ -31,9 +32,6 @@ from pyro_mcvae.evaluation.tables import filled, fraction, table
 from pyro_mcvae.evaluation.weights import ImportanceSampler, weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import anneal_back
 from pyro_mcvae.checks.masks import is_transported
@@ -36,9 +36,6 @@ from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import NoCoordinateError, Program, Site
 from pyro_mcvae.training.wake_sleep import dream
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # Data simulated from a model, with the latents that generated them.
 

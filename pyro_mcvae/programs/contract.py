@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro
 import torch
@@ -36,10 +36,8 @@ from pyro_mcvae.programs.sites import (
     nonfinite_report,
     observes_data,
 )
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import PARTICLE_PLATE, Message, Site, is_subsampled
-
-if TYPE_CHECKING:
-    from pyro_mcvae.programs.terms import Term
 
 _logger = logging.getLogger(__name__)
 

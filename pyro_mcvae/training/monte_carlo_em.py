@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernels import HMC, Kernel, State, Target
@@ -24,10 +24,6 @@ from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.truncated.data_record import DataRecord, fingerprints
 from pyro_mcvae.truncated.joint import constant_observations
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 # The position of the chain of each datum between steps.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro
 import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
@@ -32,10 +33,6 @@ from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import Term, guide_terms
 from pyro_mcvae.programs.types import FactorKey, Site
 from pyro_mcvae.structure.marked import dependencies_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 # Simulated data ("dreams"): drawn from the joint density of the model, and scored by the guide.
 
