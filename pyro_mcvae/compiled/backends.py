@@ -86,11 +86,10 @@ def moved_outputs(graph: GraphModule, inputs: list[Tensor], seed: int) -> list[T
 
     :param seed: chooses the signs of the errors.
     """
-    run, known = _Rounded(graph, seed), any(t.requires_grad for t in inputs)
-    moved = [
-        run.moved(t.detach(), _ROUNDINGS) if t.requires_grad or not known else t.detach()
-        for t in inputs
-    ]
+    run, nodes = _Rounded(graph, seed), graph.graph.find_nodes(op="placeholder")
+    trained = [not node.meta.get("stored", True) for node in nodes]
+    pairs = zip(inputs, trained, strict=True)
+    moved = [run.moved(t, _ROUNDINGS) if p or not any(trained) else t for t, p in pairs]
     outputs: list[Tensor] = run.run(*moved)
     return outputs
 
@@ -208,9 +207,9 @@ class Backend:
         if self.replays:
             return quick(graph).forward
         count = len(graph.graph.nodes)
-        begin = time.perf_counter()
+        begin, generators = time.perf_counter(), Generators()
         try:
-            with torch.no_grad():
+            with torch.enable_grad():  # as in replays
                 plain = self.name == "inductor" and not self.options
                 outlined = outline(graph, example) if plain and not PUBLIC_ONLY else None
                 if (size := outlined.size if outlined else count) > _MOST:
@@ -224,6 +223,7 @@ class Backend:
                 )
                 run = self._compile(graph, example, outlined)
         except Exception as error:
+            generators.put_back()
             _logger.warning(
                 "%s cannot compile the step, which is replayed without a compiler from now on: %s",
                 self.name,

@@ -203,7 +203,7 @@ class Specialization:
                 self._failed(recording, "its numbers have changed")
             elif recording.run is not None:
                 try:
-                    with torch.no_grad():
+                    with torch.enable_grad():
                         check_kernels(recording.run, recording.graph, recording.inputs(call))
                 except RuntimeError as error:
                     why = "the step is replayed without a compiler from now on: %s"

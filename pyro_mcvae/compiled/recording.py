@@ -452,9 +452,9 @@ class Recording:
         """
         for i, slot in self._sources:
             self.constants[i] = slot.space[slot.key]
-        return [*self.constants, *call.inputs()]
+        return [t.detach() for t in (*self.constants, *call.inputs())]
 
-    @torch.no_grad()
+    @torch.enable_grad()  # as when it was recorded: kernels of nn.LSTM depend on the mode
     def replay(self, run: Run, inputs: list[Tensor]) -> Outcome:
         """Compute a step. It changes only the random number generators."""
         return self.outcome(run(*inputs))

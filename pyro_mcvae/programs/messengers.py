@@ -32,7 +32,7 @@ from pyro_mcvae.programs.sites import (
     site_in_full_precision,
     without_autocast,
 )
-from pyro_mcvae.programs.source_lines import program_line
+from pyro_mcvae.programs.source_lines import is_core, program_line
 from pyro_mcvae.programs.types import PARTICLE_PLATE, Message, SiteError, check_options, note
 
 # The minibatch of a step, shared by all of its runs.
@@ -268,16 +268,22 @@ class Recorder(Messenger):
         names = [n for n, s in self.trace.nodes.items() if s.get("type") == "sample"]
         after = f"after site '{names[-1]}'" if names else "before its first site"
         program = "model" if self._in_model else "guide"
-        *_, (frame, _) = walk_tb(traceback)
-        place = f"in the {program}, {after}, at {program_line(frame)}"
-        remedy = self._about_enumeration()
+        frames = [frame for frame, _ in walk_tb(traceback)]
+        written = [f for f in frames if not is_core(f.f_code)] or frames  # it may call autograd
+        place = f"in the {program}, {after}, at {program_line(written[-1])}"
+        remedy = self._remedy(str(error))
         if sys.version_info >= (3, 11) and not remedy:
             error.add_note(place)
         elif error.args and isinstance(error.args[0], str):
             error.args = f"{error.args[0]}\n{place}{remedy}", *error.args[1:]
 
-    def _about_enumeration(self) -> str:
-        """Return what to do if a program only runs with the dim of an enumerated site."""
+    def _remedy(self, error: str) -> str:
+        """Return what to do if a program needs grad mode, or the dim of an enumerated site."""
+        if "does not require grad" in error and not torch.is_grad_enabled():
+            return (
+                ". Losses are evaluated under torch.no_grad(): if the program computes a gradient, "
+                "do this inside torch.enable_grad()"
+            )
         for name, site in {**self._drawn, **self.trace.nodes}.items():
             if is_latent(site) and site["infer"].get("enumerate"):
                 shape = tuple(site["value"].shape)

@@ -59,6 +59,10 @@ _ADDED = object()
 _warn = WarnOnce(logging.getLogger(__name__))
 
 
+# The parts of a module, by name, before and after a run.
+_Parts = tuple[dict[str, object], dict[str, object]]
+
+
 class Changes(Enum):
     """What a run changes outside programs: nothing, buffers (such as running means), or more."""
 
@@ -95,6 +99,7 @@ class OutsideState:
             if not _module_of(o).startswith(_LIBRARIES) and (space := space_of(o)) is not None
         ]
         containers = [(c, name) for c, name in containers if id(c) not in left]
+        self._modules = [(m, _parts_of(m)) for m in modules]
         self._held = [(c, _copy(c), name) for c, name in _with_inner(containers)]
         held = {id(c) for c, _, _ in self._held}
         self._values = [
@@ -137,15 +142,21 @@ class OutsideState:
         :returns: the name of a value of a run under vmap, which is over; or an empty string.
         """
         found: list[tuple[str, object]] = []
+        parts, left = self._made_parts()
         for container, items, name in self._held:
-            if not _holds(container, items):
+            if id(container) not in left and not _holds(container, items):
                 found += [(name, now) for _, now in _pairs(container, items)]
-                _refill(container, _with_made(container, items))
-        values = [(entry, entry.get(entry.key)) for entry in self._values if not entry.unchanged]
+                made = parts.get(id(container), ({}, {}))
+                _refill(container, _with_made(container, items, *made))
+        values = [
+            (entry, entry.get(entry.key))
+            for entry in self._values
+            if not (id(_container(entry)) in left or entry.unchanged)
+        ]
         found += [(entry.name, now) for entry, now in values]
-        made = any(_is_made(entry.value, now) for entry, now in values)
+        is_made = any(_is_made(entry.value, now) for entry, now in values)
         for entry, now in values:
-            if not (made and _stays(entry.value, now)):
+            if not (is_made and _stays(entry.value, now)):
                 put_back(entry)
         for tensor in self._tensors:
             tensor.put_back()
@@ -154,6 +165,23 @@ class OutsideState:
         if self._generators is not None:
             self._generators.put_back()
         return next((n for n, now in found if is_a(now, Tensor) and is_mapped(now)), "")
+
+    def _made_parts(self) -> tuple[dict[int, _Parts], set[int]]:
+        """
+        Find the modules in which a run has made a parameter or a submodule.
+
+        :returns: their parts, by the id of their attributes, and the ids of what stays as it is:
+            modules of libraries, such as ``nn.ParameterDict``, whose attributes list their parts.
+        """
+        parts, left = dict[int, _Parts](), set[int]()
+        for module, before in self._modules:
+            now = _parts_of(module)
+            if any(_is_made(before.get(k, MISSING), v) for k, v in now.items()):
+                parts[id(vars(module))] = before, now
+                if _is_of_a_library(module):
+                    own = [v for v in vars(module).values() if is_a(v, CONTAINERS)]
+                    left |= set(map(id, [module, vars(module), *own]))
+        return parts, left
 
 
 class StateOfOneRun:
@@ -336,16 +364,29 @@ def _holds(container: Any, items: Any) -> bool:
     return all(map(operator.is_, container, items))
 
 
-def _with_made(container: Any, items: Any) -> Any:
-    """Return the items of a container before a run, with what the run has made there."""
+def _parts_of(module: nn.Module) -> dict[str, object]:
+    """Return the parameters and submodules of a module, which are not among its attributes."""
+    tables = tables_of(module)
+    return tables["parameters"] | tables["modules"]
+
+
+def _with_made(container: Any, items: Any, parts: Any, parts_now: Any) -> Any:
+    """
+    Return the items of a container before a run, with what the run has made there.
+
+    :param parts: the parts of the module whose attributes these are, before the run.
+    :param parts_now: after the run.
+    """
     container = _copy(container)
     if not is_a(container, dict):
         is_setup = not items and any(_is_made(MISSING, now) for now in container)
         return container if is_setup else items
-    pairs = {k: (items.get(k, MISSING), now) for k, now in container.items()}
+    before = items | parts
+    pairs = {k: (before.get(k, MISSING), now) for k, now in (container | parts_now).items()}
     if not any(_is_made(*pair) for pair in pairs.values()):
         return items
-    return items | {k: pair[1] for k, pair in pairs.items() if _stays(*pair)}
+    stays = items | {k: pair[1] for k, pair in pairs.items() if _stays(*pair)}
+    return {k: v for k, v in stays.items() if k not in parts_now}
 
 
 def _stays(before: object, now: object) -> bool:

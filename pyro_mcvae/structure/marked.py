@@ -128,7 +128,7 @@ class _Marker(Messenger):
         self.upstream: dict[str, Tensor] = {}
         self.leaves_of_draws: set[int] = set()
         self.untraced: list[frozenset[CondIndepStackFrame]] = []
-        self.draws_on_host = False
+        self.draws_on_host = self.creates = False
 
     def names(self, bits: int) -> frozenset[str]:
         """Return the sites that some bits belong to."""
@@ -145,9 +145,13 @@ class _Marker(Messenger):
 
     def _process_message(self, msg: Message) -> None:
         self.marks.at_site = True
+        self.creates = msg["type"] == "param" and msg["name"] not in pyro.get_param_store()
 
     def _postprocess_message(self, msg: Message) -> None:
         self.marks.at_site = False
+        if self.creates:  # its initial value may be computed from a draw of this run
+            value: Any = msg["value"]
+            self.marks.clear([value, value.unconstrained()])
         if msg["type"] != "sample":
             return
         self.control.setdefault(msg["name"], []).append(self.marks.control)

@@ -16,15 +16,25 @@ _counter = itertools.count()
 Programs = tuple[Callable[..., None], Callable[..., None]]
 
 
+class Recurrent(nn.LSTM):
+    """Reads the entries of x in turn, in single precision, which has kernels of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 4, dtype=torch.float)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.float().T.unsqueeze(-1))[0][-1].to(x)
+
+
 class Net(nn.Module):
     """A VAE with two latents, as a module whose methods are the programs."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = False, recurrent: bool = False) -> None:
         super().__init__()
         self.name = f"net{next(_counter)}"
         self.encoder = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4))
         self.decoder = nn.Sequential(nn.Linear(2, 4), nn.Dropout(dropout))
-        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.norm = nn.BatchNorm1d(4) if norm else Recurrent() if recurrent else nn.Identity()
         self.width = 1.0
 
     def model(self, x: Tensor, beta: float = 1.0) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.compiled import backends
 from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.tracer import trace
@@ -36,6 +37,18 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
     lines = [r.getMessage() for r in caplog.records if "no compiler here" in r.getMessage()]
     assert len(lines) == 1  # of the steps; evaluations were too few to be compiled
     assert "replayed without a compiler from now on" in lines[0]
+
+
+def test_kernels_that_draw_and_then_fail_leave_the_draws_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Tensor) -> list[Tensor]:
+        torch.rand(())
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(backends, "compile_by_inductor", lambda *_: broken)
+    compiled = CompiledELBO(TraceSGVB_ELBO())
+    assert train(make(), compiled)[0] == train(make(), TraceSGVB_ELBO())[0]
 
 
 def _noisy(x: Tensor) -> list[Tensor]:

@@ -59,6 +59,10 @@ def test_dropout_and_running_statistics(options: dict[str, Any]) -> None:
     assert uses(assert_same_run(TraceSGVB_ELBO, **options)) == 10
 
 
+def test_layers_whose_kernels_depend_on_the_grad_mode() -> None:
+    assert uses(assert_same_run(TraceSGVB_ELBO, recurrent=True)) == 10
+
+
 def test_step_sizes_adapt_and_the_record_of_the_step_is_the_last_one() -> None:
     result = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):

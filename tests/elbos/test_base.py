@@ -470,6 +470,24 @@ def test_errors_of_a_program_name_the_last_site_and_the_line(loss, program):
     assert "torch.zeros(2) @ torch.zeros(3)" in text
 
 
+def test_an_evaluation_names_the_line_that_computes_a_gradient():
+    def guide(x, enabled):
+        with torch.set_grad_enabled(enabled or torch.is_grad_enabled()):
+            z = torch.zeros(len(x), requires_grad=True)
+            (step,) = torch.autograd.grad(-(z**2 + (x - z) ** 2).sum() / 4, z)
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(step, 0.5**0.5))
+
+    def model(x, enabled):
+        line(x)
+
+    x = torch.randn(3)
+    trained = TraceIWAE_ELBO(2).loss_and_grads(model, guide, x, False)
+    assert TraceIWAE_ELBO(2).loss(model, guide, x, True) == pytest.approx(trained)
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad.* inside torch.enable_grad\(\)"):
+        TraceIWAE_ELBO(2).loss(model, guide, x, False)
+
+
 class MethodsOfOne(nn.Module):
     """A model and guide that are methods, as in Pyro's examples of autoencoders."""
 

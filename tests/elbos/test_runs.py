@@ -485,6 +485,77 @@ def test_modules_that_set_themselves_up_are_trained(name):
     assert bool((decoder.net.weight != before).all())
 
 
+class FromNone(nn.Module):
+    """A module that makes its parts in its first run, in the place of None."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = self.net = None
+
+    def forward(self, z):
+        if self.net is None:
+            self.net, self.shift = nn.Linear(2, 3), nn.Parameter(z.detach().mean())
+        return self.net(z) + self.shift
+
+
+class Built(nn.Module):
+    """A module with a flag beside the parts that it has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.built = False
+
+    def forward(self, z):
+        if not self.built:
+            self.net, self.built = nn.Linear(2, 3), True
+        return self.net(z)
+
+
+class InDict(nn.Module):
+    """A module that makes its parameters in a container of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterDict()
+
+    def forward(self, z):
+        if "weight" not in self.parts:
+            self.parts["weight"] = nn.Parameter(torch.randn(2, 3))
+        return z @ self.parts["weight"]
+
+
+class InList(nn.Module):
+    """As InDict, but in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList()
+
+    def forward(self, z):
+        if not len(self.parts):
+            self.parts.append(nn.Parameter(torch.randn(2, 3)))
+        return z @ self.parts[0]
+
+
+@in_turn(kind=[FromNone, Built, InDict, InList], name=["sgvb", "iwae"])
+def test_parts_that_a_module_makes_in_its_first_run_are_made_once(kind, name):
+    decoder, made = kind(), []
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+            loc = decoder(z)
+            pyro.module("decoder", decoder)
+            made.append(tuple(decoder.parameters()))
+            pyro.sample("x", dist.Normal(loc, 1.0).to_event(1), obs=x)
+
+    svi = training(model, name)
+    for _ in range(4):
+        svi.step(X)
+    assert len({(*map(id, parts),) for parts in made}) == 1
+    assert all(pyro.get_param_store()[f"decoder$$${n}"] is p for n, p in decoder.named_parameters())
+
+
 @pytest.mark.parametrize("name", ["sgvb", "iwae", "rb"])
 def test_masks_that_change_leave_counters_as_one_run_does(name):
     """A step that finds other priors to count is repeated, and each length is shown once."""

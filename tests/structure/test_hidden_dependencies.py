@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from pyro.infer.autoguide import AutoNormalMessenger
 from torch import nn
 
 from pyro_mcvae import (
@@ -52,6 +53,29 @@ def test_any_two_elements_that_meet_share_a_weight(pair, coefficient):
 def test_elements_that_meet_their_mirror_image_share_a_weight(size):
     assert plates(*coupled_pair(lambda z: z + 0.9 * z.flip(-1), size)) == ()
     assert plates(*coupled_pair(lambda z: z.sin(), size)) == ("data",)
+
+
+@pytest.mark.parametrize("name", ["centered", "AutoNormalMessenger"])
+def test_parameters_that_begin_at_a_draw_of_the_first_run_depend_on_nothing(name, caplog):
+    def model(x):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(scale, 1.0))
+            if name == "centered":
+                z = z - pyro.param("center", lambda: z.detach().mean())
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def centered(x):
+        pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(pyro.param("loc", torch.zeros(5)), 1.0))
+
+    guide = centered if name == "centered" else AutoNormalMessenger(model)
+    loss, x = TraceIWAE_ELBO(2), torch.randn(5)
+    for _ in range(4):
+        loss.loss_and_grads(model, guide, x)
+    assert loss.bounds(model, guide, x).per_datum.shape == (5,)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
