@@ -6,6 +6,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 
+from tests.cases import every
 from tests.models import (
     BetaBernoulli,
     ConjugateGaussian,
@@ -127,7 +128,7 @@ def test_subsample(name, given):
 # Closed-form bounds
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(2, MODELS))
 def test_elbo(name):
     """The mean of sampled log weights; an ELBO below the evidence; Pyro's own loss."""
     exact = MODELS[name][0]()

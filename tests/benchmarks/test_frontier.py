@@ -14,12 +14,10 @@ from tests.benchmarks.growing import GrowingFile
 OPTIONS = {"data_root": Path(), "seed": 0, "training": 4, "guide_training": 4, "backend": "eager"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"),
-    [
-        ("brownian", "mass and network"),
-        pytest.param("seeds", "full-rank default", marks=pytest.mark.slow),
-    ],
+    [("brownian", "mass and network"), ("seeds", "full-rank default")],
 )
 def test_rows_are_written_read_and_shown(model, method, tmp_path, monkeypatch):
     monkeypatch.setattr(frontier, "TRAINED", {})

@@ -166,7 +166,9 @@ def bound_of(chain, multi_sample):
 
 @adjusted
 @pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
-@pytest.mark.parametrize(("num_steps", "particles"), [(2, 2), (3, 2), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_steps", "particles"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), (2, 4), (3, 1)]
+)
 def test_ais_gradient_is_that_of_the_sum_over_all_accept_paths(
     make, multi_sample, num_steps, particles, monkeypatch
 ):

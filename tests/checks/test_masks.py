@@ -252,7 +252,8 @@ def paired_guide(way):
 
 @pytest.mark.parametrize(
     ("way", "guide_way"),
-    [("inside", "none"), ("inside", "around"), ("around", "inside"), ("parts", "around"),
+    [pytest.param("inside", "none", marks=pytest.mark.slow), ("inside", "around"),
+     pytest.param("around", "inside", marks=pytest.mark.slow), ("parts", "around"),
      ("parts", "none"), ("inside", "inside")],
 )  # fmt: skip
 def test_masks_inside_of_an_event_are_those_around_it(way, guide_way):
@@ -389,7 +390,7 @@ LOSSES = {
 }
 
 
-@in_turn((2, 5), name=LOSSES, kind=["ragged", "imputing"])
+@in_turn((2, 4, 5), name=LOSSES, kind=["ragged", "imputing"])
 def test_masked_latents_that_the_guide_counts_have_their_prior(name, kind):
     """
     As if only the observations were masked; else the entropy of padding would have no limit.

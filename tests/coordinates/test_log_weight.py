@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
+from tests.cases import every
 from tests.plain_traces import plain_traces, values_of
 from tests.zoo import EXAMPLES, data, flow
 
@@ -136,7 +137,7 @@ def moved(example, log_weight, count=3, step=0.3):
     return at + step * data(*at.shape, seed=9) if example.smooth else at
 
 
-@in_turn("coordinates", COORDINATES)
+@in_turn("coordinates", COORDINATES, every=2)
 def test_log_weights_are_those_of_plain_traces(name, vectorize, coordinates):
     example = EXAMPLES[name]()
     log_weight = example.log_weight(3, vectorize, coordinates)
@@ -154,7 +155,7 @@ def test_log_weights_are_those_of_plain_traces(name, vectorize, coordinates):
         assert_by_hand(example, evaluation)
 
 
-@pytest.mark.parametrize("name", NAMES[::3])
+@pytest.mark.parametrize("name", every(2, NAMES[::3]))
 def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     example = EXAMPLES[name]()
     first, second = example.log_weight(3, True), example.log_weight(3, False)

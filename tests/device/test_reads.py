@@ -54,7 +54,12 @@ SUMMED = {
 CASES = {**QUICK, **SLOW, **SUMMED}
 cases = pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK or n == "rb-nvil")) for n in CASES],
+    [
+        pytest.param(
+            n, marks=[pytest.mark.slow] * (n not in QUICK or n in ("rb-nvil", "truncated"))
+        )
+        for n in CASES
+    ],
 )
 
 

@@ -170,7 +170,10 @@ def test_the_table_has_every_objective() -> None:
 
 
 # Each kind of objective and of chain; the others differ in a kernel or an estimator.
-SLOW = "AIS, MALA", "AIS, random walk", "SIS, reweighted", "Truncated, few children"
+SLOW = (
+    *("AIS", "AIS, MALA", "AIS, random walk", "IWAE", "Rao-Blackwell, REINFORCE+"),
+    *("SIS, reweighted", "Truncated", "Truncated, few children"),
+)
 
 
 @pytest.mark.parametrize("name", some_slow(OBJECTIVES, *SLOW))

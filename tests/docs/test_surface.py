@@ -1,6 +1,7 @@
 """The public names of every exported class: those that the docs describe, and no others."""
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -41,19 +42,24 @@ def ours(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base.__module__.startswith("pyro_mcvae")]
 
 
+@functools.cache
+def own_names(cls: type) -> set[str]:
+    """The members of one class, and what its methods set on ``self``."""
+    names = {*vars(cls), *vars(cls).get("__annotations__", {})}
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            registers = node.func.attr in ("register_buffer", "register_parameter")
+            if registers and isinstance(node.args[0], ast.Constant):
+                names.add(str(node.args[0].value))
+    return names
+
+
 def public(cls: type) -> set[str]:
     """Of the classes of this package: their members, and what their methods set on ``self``."""
-    names: set[str] = set()
-    for base in ours(cls):
-        names |= {*vars(base), *vars(base).get("__annotations__", {})}
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    names.add(node.attr)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                registers = node.func.attr in ("register_buffer", "register_parameter")
-                if registers and isinstance(node.args[0], ast.Constant):
-                    names.add(str(node.args[0].value))
+    names: set[str] = set().union(*map(own_names, ours(cls)))
     theirs = set().union(*(vars(base) for base in cls.__mro__ if base not in ours(cls)))
     return {name for name in names if not name.startswith("_")} - theirs
 

@@ -95,8 +95,8 @@ STEADY = {"sis": (4, 1), "ais": (5, 1), "wake-sleep": (2, 2)}
 @pytest.mark.parametrize(
     ("name", "activation"),
     [
-        *((n, nn.Tanh) for n in LOSSES if n != "ais"),
-        pytest.param("ais", nn.Tanh, marks=pytest.mark.slow),
+        *((n, nn.Tanh) for n in ("sgvb", "iwae", "rb")),
+        *(pytest.param(n, nn.Tanh, marks=pytest.mark.slow) for n in ("wake-sleep", "sis", "ais")),
         pytest.param("sis", nn.ReLU, marks=pytest.mark.slow),
         ("ais", nn.ReLU),
     ],
@@ -310,7 +310,7 @@ def counters():
     return (*kept, *in_place, *new, of_user_dict, of_queue, of_optimizer)
 
 
-@in_turn(place=range(19), name=["sgvb", "iwae", "rb", "sis", "ais"])
+@in_turn((6, 8, 9, 12, 13, 14, 17, 18), place=range(19), name=["sgvb", "iwae", "rb", "sis", "ais"])
 def test_a_schedule_that_counts_calls_does_not_run_ahead(name, place):
     """The coefficients of KL annealing are those of one run per step, as under plain SVI."""
     global GLOBAL_CALLS
@@ -579,7 +579,7 @@ def test_masks_that_change_leave_counters_as_one_run_does(name):
     assert shown == lengths
 
 
-@in_turn(name=LOSSES, guide_counts=[False, True])
+@in_turn((0, 2, 5), name=LOSSES, guide_counts=[False, True])
 def test_masked_latents_need_no_runs_of_their_own(name, guide_counts):
     """If the guide counts more, the first step is made and analyzed twice."""
     kept = torch.tensor([True, True, False])
@@ -802,7 +802,7 @@ class Settings:
         raise RuntimeError(f"there is no setting {name}")
 
 
-@in_turn(name=LOSSES, kind=[Attributes, Settings])
+@in_turn((1, 3, 4), name=LOSSES, kind=[Attributes, Settings])
 def test_missing_attributes_of_a_config_may_raise_any_error(name, kind):
     config = kind(scale=1.5)
 

@@ -78,7 +78,12 @@ BOUNDS = {
     ("name", "chain", "vectorize"),
     [
         pytest.param(
-            n, c, v, marks=() if (i + j) % 3 == 0 and v == (n != "labels") else pytest.mark.slow
+            n,
+            c,
+            v,
+            marks=()
+            if (i + j) % 3 == 0 and v == (n != "labels") and (i % 2 or n == "labels")
+            else pytest.mark.slow,
         )
         for i, n in enumerate(SMOOTH)
         for j, c in enumerate(BOUNDS)
@@ -175,7 +180,7 @@ ESTIMATORS = {
 @pytest.mark.parametrize(
     ("name", "estimator"),
     [
-        pytest.param(n, e, marks=() if i == j and i in (1, 3) else pytest.mark.slow)
+        pytest.param(n, e, marks=() if i == j == 3 else pytest.mark.slow)
         for i, n in enumerate(("labels", "around", "nested", "apart", "gamma", "subsampled"))
         for j, e in enumerate(ESTIMATORS)
     ],

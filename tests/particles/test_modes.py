@@ -39,7 +39,7 @@ NAMES = [name for name in EXAMPLES if name != "messenger"]
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(n, mode, marks=pytest.mark.slow if i // 2 % 2 else ())
+        pytest.param(n, mode, marks=pytest.mark.slow if i // 2 % 4 else ())
         for i, n in enumerate(NAMES)
         for mode in ((Mode.MAPPED, Mode.BOTH_MAPPED)[i % 2],)
     ],

@@ -20,6 +20,7 @@ def run(*argv: str, script: str = "figures.py") -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_its_bounds(tmp_path: Path) -> None:
     run("--smoke", "--objectives", "AEVB", "--latent", "2", "--out", str(tmp_path))
     with (tmp_path / "bound_digits.csv").open() as file:

@@ -24,12 +24,13 @@ def as_a_command(double_precision: None) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
         ["ELBO"],
-        pytest.param(["RealNVP", "IWAE-10"], marks=pytest.mark.slow),
-        pytest.param(["SIS-5", "SIS-5-reweighted", "AIS-5"], marks=pytest.mark.slow),
+        ["RealNVP", "IWAE-10"],
+        ["SIS-5", "SIS-5-reweighted", "AIS-5"],
     ],
 )
 def test_trains_and_judges(
