@@ -96,7 +96,7 @@ class OutsideState:
         containers += [
             (space, f"an attribute of {_name_of(o)}")
             for o in read.objects
-            if not _module_of(o).startswith(_LIBRARIES) and (space := space_of(o)) is not None
+            if not _is_of_a_library(o) and (space := space_of(o)) is not None
         ]
         containers = [(c, name) for c, name in containers if id(c) not in left]
         self._modules = [(m, _parts_of(m)) for m in modules]
@@ -228,6 +228,10 @@ def _name_of(value: object) -> str:
     """Return the name of a function or class, or of an object's class."""
     named = is_a(value, type | FunctionType)
     return str(cast(Any, value if named else type(value)).__name__)
+
+
+def _is_of_a_library(value: object) -> bool:
+    return _module_of(value).startswith(_LIBRARIES)
 
 
 def _module_of(value: object) -> str:
