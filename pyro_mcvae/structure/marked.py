@@ -150,8 +150,8 @@ class _Marker(Messenger):
     def _postprocess_message(self, msg: Message) -> None:
         self.marks.at_site = False
         if self.creates:  # its initial value may be computed from a draw of this run
-            value: Any = msg["value"]
-            self.marks.clear([value, value.unconstrained()])
+            value = msg["value"]  # a module's parameter has no constraint
+            self.marks.clear([value, getattr(value, "unconstrained", lambda: value)()])
         if msg["type"] != "sample":
             return
         self.control.setdefault(msg["name"], []).append(self.marks.control)
