@@ -264,21 +264,11 @@ def step(objective, model, guide):
     return loss, {name: p.grad for name, p in result.items()}
 
 
-# Their objectives are left with other programs, and these with other objectives.
-SLOW = {
-    *(("wrapped flow", "sgvb"), ("wrapped flow", "dreg"), ("wrapped global flow", "ais")),
-    *(("wrapped flow beside a category", o) for o in ("sis", "renyi")),
-    *(("guide that differentiates", "ais"), ("plate that was entered", "sis")),
-}
-
-
 @pytest.mark.filterwarnings("ignore:Found vars in model but not guide")  # by Pyro
 @pytest.mark.parametrize(
     ("name", "objective"),
     [
-        pytest.param(
-            n, o, marks=() if (i + j) % 3 == 0 and (n, o) not in SLOW else pytest.mark.slow
-        )
+        pytest.param(n, o, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
         for i, n in enumerate(CASES)
         for j, o in enumerate(CASES[n].objectives)
     ],

@@ -155,7 +155,7 @@ def losses_without(name, place):
     return losses(name, None, place)
 
 
-@in_turn(range(1, len(OBJECTS), 2), kind=OBJECTS, place=PLACES, name=LOSSES)
+@in_turn(kind=OBJECTS, place=PLACES, name=LOSSES)
 def test_losses_are_those_without_the_object(kind, place, name):
     place = "closure" if kind in NOT_AS_ARGUMENTS and place == "argument" else place
     assert losses(name, OBJECTS[kind](), place) == losses_without(name, place)

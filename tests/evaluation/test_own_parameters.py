@@ -52,9 +52,7 @@ def of_report(pair: Any) -> Tensor:
     return result.guide.bound
 
 
-@in_turn(
-    (1,), make=[AutoNormal, AutoMultivariateNormal, Written], evaluate=[of_log_evidence, of_report]
-)
+@in_turn(make=[AutoNormal, AutoMultivariateNormal, Written], evaluate=[of_log_evidence, of_report])
 def test_an_earlier_guide_keeps_its_parameters(make: Any, evaluate: Any) -> None:
     first = trained(make, 1.0)
     expected = evaluate(first)

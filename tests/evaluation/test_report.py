@@ -484,7 +484,6 @@ def test_no_search_is_claimed_where_chains_from_the_prior_were_not_compared(size
         assert result.misses or "if no mode is missed" in str(result).replace("\n", " ")
 
 
-@pytest.mark.slow
 def test_chains_from_the_prior_that_find_more_are_the_evidence():
     """Centered eight schools: chains from a fitted guide stay where its scale is."""
     y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])

@@ -33,7 +33,7 @@ interfaces = pytest.mark.parametrize("interface", INTERFACES)
 SAVED_AT = (0, 1, 4)
 
 
-def in_turn(names, saved_at, step=1, rare=()):
+def in_turn(names, saved_at, step=1):
     """Objectives at each moment, under each interface in turn; the whole product is slow."""
     slow = pytest.mark.slow
     return [
@@ -41,9 +41,7 @@ def in_turn(names, saved_at, step=1, rare=()):
             name,
             interface,
             at,
-            marks=()
-            if (j, k) == (i // step % 2, i % len(saved_at)) and i % step == 0 and name not in rare
-            else slow,
+            marks=() if (j, k) == (i // step % 2, i % len(saved_at)) and i % step == 0 else slow,
         )
         for i, name in enumerate(names)
         for j, interface in enumerate(INTERFACES)
@@ -69,11 +67,7 @@ def assert_same(first, second):
         assert torch.equal(value, second[name]), name
 
 
-# Objectives whose state is also that of another one.
-LIKE = "sgvb", "iwae", "sis", "sis-learned", "ais-hmc", "rb", "rb-nvil"
-
-
-@pytest.mark.parametrize(("name", "interface", "at"), in_turn(OBJECTIVES, SAVED_AT, rare=LIKE))
+@pytest.mark.parametrize(("name", "interface", "at"), in_turn(OBJECTIVES, SAVED_AT))
 def test_a_resumed_run_equals_the_uninterrupted_one(name, interface, at, tmp_path):
     run = Run(name, interface)
     steps(run, at)
@@ -142,7 +136,6 @@ def test_functions_with_parameters_and_modules_in_the_store(tmp_path):
     assert len(first) == 3
 
 
-@pytest.mark.slow
 def test_a_fresh_process_resumes(tmp_path):
     script = textwrap.dedent(
         """
