@@ -210,7 +210,7 @@ def has_light_tail(evidence: LogEvidence, most: float, factor: float = 1.0) -> T
     Return a mask of the data whose :math:`\hat k` plus two errors is at most ``most``, or whose
     weights are all equal. Data with too few weights are excluded.
 
-    :param factor: of the errors.
+    :param factor: by which the errors are multiplied.
     """
     return evidence.pareto_k + 2 * factor * evidence.pareto_k_error <= most
 

@@ -321,7 +321,7 @@ def refine(
     :param int num_samples: the number of draws.
     :param int num_transitions: the number of final transitions, which need an adjusted kernel.
     :param model_kwargs: the keyword arguments of model and guide.
-    :param options: as in :func:`log_evidence`. If an option says how draws are refined,
+    :param options: as in :func:`log_evidence`. If an option sets how draws are refined,
         ``num_particles=10`` is the number of candidates per draw. After ``time_budget`` seconds,
         the draws that are finished are returned. If chains did not end, ``verdict.reasons`` has an
         entry for it.

@@ -299,7 +299,7 @@ class Run:
         """
         Return the structure of the programs in this run: sites, plates, sizes, and minibatches.
 
-        Runs of one pair of programs with equal signatures have the same structure, with and without
+        Runs of one model and guide with equal signatures have the same structure, with and without
         leading dims.
         """
         return tuple([form.structure for form in self.form])

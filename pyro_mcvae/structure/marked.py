@@ -149,9 +149,8 @@ class _Marker(Messenger):
 
     def _postprocess_message(self, msg: Message) -> None:
         self.marks.at_site = False
-        if self.creates:  # its initial value may be computed from a draw of this run
-            value = msg["value"]  # a module's parameter has no constraint
-            self.marks.clear([value, getattr(value, "unconstrained", lambda: value)()])
+        if self.creates:
+            self._without_marks(msg)
         if msg["type"] != "sample":
             return
         self.control.setdefault(msg["name"], []).append(self.marks.control)
@@ -163,6 +162,23 @@ class _Marker(Messenger):
             self._mark_masked(msg, "guide")
         elif is_latent(msg):
             self._mark_masked(msg, "model")
+
+    def _without_marks(self, msg: Message) -> None:
+        """
+        Let a new parameter depend on no draw, even if its initial value was computed from one.
+
+        It gets memory of its own, because it may share that of the draw, which keeps its marks.
+        """
+        value: Any = msg["value"]
+        unconstrained = getattr(value, "unconstrained", None)  # a module's parameter has none
+        parameter = value if unconstrained is None else unconstrained()
+        if not self.marks.bits(parameter):
+            return
+        with self.marks.paused():
+            parameter.data = parameter.data.clone()
+            if value is not parameter:
+                value = msg["value"] = value.clone()
+                value.unconstrained = unconstrained
 
     def _mark(self, msg: Message) -> None:
         marks, drawn = self.marks, msg["value"]

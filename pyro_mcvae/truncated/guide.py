@@ -65,9 +65,9 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     (counts without an upper bound: below 65,536). The plate determines the data of a minibatch:
     pass indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them with
     ``subsample_size``. The data must have a density at every state: the error at a Binomial whose
-    total may be less than its data says how to give such states density zero. All other latents are
-    drawn by ``guide``, once per step, and contribute the plain ELBO. All states of a datum share
-    one draw of its other latents, so these must not depend on the discrete latents.
+    total may be less than its data has the way to give such states density zero. All other latents
+    are drawn by ``guide``, once per step, and contribute the plain ELBO. All states of a datum
+    share one draw of its other latents, so these must not depend on the discrete latents.
 
     Each datum is identified by its index, and its states were searched for its observations. A use
     of the guide with other observations raises an error. Use :meth:`for_data` to create a guide for

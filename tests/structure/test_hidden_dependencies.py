@@ -55,6 +55,25 @@ def test_elements_that_meet_their_mirror_image_share_a_weight(size):
     assert plates(*coupled_pair(lambda z: z.sin(), size)) == ("data",)
 
 
+@pytest.mark.parametrize("constraint", [dist.constraints.real, dist.constraints.positive])
+@pytest.mark.parametrize(
+    "copy", [torch.Tensor.detach, lambda h: h.detach().reshape(-1), torch.clone]
+)
+def test_a_parameter_that_shares_the_memory_of_a_draw_leaves_its_marks(copy, constraint):
+    def model(x):
+        with pyro.plate("data", len(x)):
+            h = pyro.sample("z", dist.LogNormal(0.0, 1.0)) * 1.0
+            pyro.param("begin", lambda: copy(h).detach(), constraint=constraint)
+            pyro.sample("x", dist.Normal(h.flip(-1), 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.LogNormal(pyro.param("loc", torch.zeros(5)), 1.0))
+
+    # The elements of the plate meet, so that all data share one weight from the first step on.
+    assert TraceIWAE_ELBO(3).bounds(model, guide, torch.ones(5)).per_datum.shape == ()
+
+
 @pytest.mark.parametrize("name", ["centered", "AutoNormalMessenger"])
 def test_parameters_that_begin_at_a_draw_of_the_first_run_depend_on_nothing(name, caplog):
     def model(x):
