@@ -191,7 +191,8 @@ class Fingerprint(Messenger):
         if changed:
             short = name.strip("_")
             positions = () if short in _POINTWISE else tuple(_positions(args))
-            moves = [(self._number(p), _in_place(p, dim)) for p, dim in _index_tensors(short, args)]
+            indices = _index_tensors(short, args)
+            moves = [(self._number(i), _in_place(p, dim)) for i, p, dim in indices]
             outputs = [self._number(t, new=True) for t in changed]
             self._operations.append(_Operation((func, *positions), inputs, outputs, False, moves))
 
@@ -256,13 +257,14 @@ def _positions(value: Any) -> Iterator[object]:
         yield value
 
 
-def _index_tensors(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
+def _index_tensors(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor, int]]:
     """
     Yield the index tensors with a dim that has as many positions as the indexed dim has entries.
 
     Others change the size of the result, and with it the shapes of the run.
 
-    :returns: each with its dim along which the positions are compared with those of the entries.
+    :returns: each with its positions, and the dim along which these are compared with those of the
+        entries.
     """
     *given, options = args
     values = [options["input"], *given] if "input" in options else given
@@ -286,19 +288,19 @@ def _index_tensors(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, i
         dim = int(next((v for v in others if isinstance(v, Integral)), 0))
         for part in filter(_are_positions, others):
             if name == "repeat_interleave":
-                yield part.cumsum(0) - 1, 0
+                yield part, part.cumsum(0) - 1, 0
             elif part.dim() == 1:
-                yield part, 0
+                yield part, part, 0
             elif part.shape[dim] == source.shape[dim]:
-                yield part, dim
+                yield part, part, dim
 
 
-def _dims_for(positions: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield the positions with each of their dims that has this size."""
-    if positions.numel() == size > 1:
-        yield positions.reshape(-1), 0
+def _dims_for(index: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield an index tensor with each of its dims that has this size."""
+    if index.numel() == size > 1:
+        yield index, index.reshape(-1), 0
     elif size > 1:  # as neighbors of each entry
-        yield from ((positions, i) for i, n in enumerate(positions.shape) if n == size)
+        yield from ((index, index, i) for i, n in enumerate(index.shape) if n == size)
 
 
 def _dims_of(part: object) -> int:

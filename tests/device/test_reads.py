@@ -52,14 +52,9 @@ SUMMED = {
     "ais-enumerated": (lambda: TraceAIS_ELBO(2), "enumerated"),
 }
 CASES = {**QUICK, **SLOW, **SUMMED}
+DEFAULT = {*QUICK, "iwae-enumerated"} - {"rb-nvil", "truncated"}
 cases = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=[pytest.mark.slow] * (n not in QUICK or n in ("rb-nvil", "truncated"))
-        )
-        for n in CASES
-    ],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in DEFAULT)) for n in CASES]
 )
 
 
