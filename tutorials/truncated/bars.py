@@ -86,14 +86,18 @@ class Model(nn.Module):
         return (self.decoder(units) - self.decoder(0 * units)).cpu()
 
 
-def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> list[float]:
-    """Train in place. Return the free energy per image after each epoch."""
+def train(
+    model: Model, epochs: int, states: int = 64, rate: float = 0.05, cycle: int = 20
+) -> list[float]:
+    """
+    Train in place, in cycles of so many epochs. Return the free energy per image after each epoch.
+    """
     guide = TruncatedPosterior(model, states, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     updates = BernoulliPrior("z", model.pi), GaussianNoise("x", model.sigma, floor=0.02)
-    steps = epochs * -(-len(model.images) // 32)
-    # One cycle: fields separate while the rate is high, and converge while it decreases.
+    steps = cycle * -(-len(model.images) // 32)
+    # Fields separate while the rate is high, and converge while it decreases.
     schedule = torch.optim.lr_scheduler.CyclicLR(
         optimizer, 0.01 * rate, rate, step_size_up=max(1, steps // 2), cycle_momentum=False
     )
@@ -175,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--starts", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=160)
     parser.add_argument("--linear", action="store_true", help="a linear decoder")
     parser.add_argument("--paper", action="store_true", help="ten starts")
     add_device_flag(parser)
