@@ -288,7 +288,8 @@ class DrawDependencies(NamedTuple):
     :ivar factors: the parents of each site's log density with the user's scale and mask, including
         the site itself.
     :ivar masks: the parents of each site's masks.
-    :ivar parameters: the ids of the autograd leaves of each site's log density.
+    :ivar parameters: the ids of the autograd leaves of each site's log density, without those of
+        densities of which masks leave no entry.
     """
 
     factors: dict[FactorKey, frozenset[str]]
@@ -381,7 +382,7 @@ class MarkedRun:
         return DrawDependencies(
             {key: names(bits) & tracked for key, bits in self.bits.items()},
             {key: names(bits) & tracked for key, bits in self.masked.items()},
-            {k: _leaves_of(t.log_prob).difference(draws) for k, t in self.terms.items()},
+            {k: _parameters_of(t).difference(draws) for k, t in self.terms.items()},
         )
 
     def readers_of_masked(self, key: FactorKey) -> list[FactorKey]:
@@ -462,6 +463,12 @@ class MarkedRun:
         all_bits = all_bits.reshape(-1, *[1] * (mask.dim() - 1))
         own = own.reshape(mask.shape[0], *[1] * (mask.dim() - own.dim()), *own.shape[1:])
         return bool((mask & all_bits & ~own).any())
+
+
+def _parameters_of(term: Term) -> frozenset[int]:
+    counted = masked_entries(term.site)
+    is_empty = counted is not None and not bool(counted.any())
+    return frozenset() if is_empty else _leaves_of(term.log_prob)
 
 
 def _leaves_of(log_prob: object) -> frozenset[int]:

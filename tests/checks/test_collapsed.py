@@ -158,3 +158,21 @@ def test_data_that_select_another_latent_are_not_collapsed():
     assert TraceIWAE_ELBO(20_000, joint=True).loss(model, guide, x, ones) == pytest.approx(
         -exact.item(), abs=0.05
     )
+
+
+@in_turn(objective=WEIGHING)
+def test_masked_data_are_not_collapsed(objective):
+    """Data of which a mask leaves no entry depend on no draw, and on no parameter."""
+
+    def model(seen):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3), pyro.poutine.mask(mask=seen):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(3))
+
+    def guide(seen):
+        loc = pyro.param("loc", torch.tensor(0.0))
+        pyro.sample("z", dist.Normal(loc, 1.0))
+
+    WEIGHING[objective]().loss(model, guide, torch.tensor(False))
+    result = log_evidence(model, guide, torch.tensor([False] * 3), num_particles=5)
+    assert result.log_evidence == pytest.approx(0.0, abs=1e-6)
