@@ -144,7 +144,8 @@ class _Marker(Messenger):
         return self.codes[key]
 
     def _process_message(self, msg: Message) -> None:
-        self.marks.at_site = True
+        # Pyro's handlers leave no trace of some draws; a run with particles has to repeat them.
+        self.marks.at_site = not msg["infer"].get(DO_NOT_TRACE)
         self.creates = msg["type"] == "param" and msg["name"] not in pyro.get_param_store()
 
     def _postprocess_message(self, msg: Message) -> None:

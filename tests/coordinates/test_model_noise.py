@@ -91,8 +91,13 @@ def conjugate(count, al=2.0):
 
 @pytest.mark.parametrize(
     "elbo",
-    [TraceIWAE_ELBO(1), TraceSIS_ELBO(3, ULA(0.05)), TraceSIS_ELBO(2, coordinates="latent")],
-    ids=["iwae", "sis", "latent"],
+    [
+        TraceIWAE_ELBO(1),
+        TraceIWAE_ELBO(3, vectorize_particles=True),
+        TraceSIS_ELBO(3, ULA(0.05)),
+        TraceSIS_ELBO(2, coordinates="latent"),
+    ],
+    ids=["iwae", "in a batch", "sis", "latent"],
 )
 def test_draws_that_leave_no_trace_are_noise(elbo):
     log_a = torch.linspace(-5, 5, 2001)
