@@ -710,6 +710,9 @@ def checked_marked_run(programs: Programs, strict_enumeration: bool) -> Run:
     """
     try:
         found = marked_run(programs, {}, sample_fn=drawn_inside)
+        if found.marks.draws:
+            # A guide may have been set up, with draws that later runs do not repeat.
+            found = marked_run(programs, {}, sample_fn=drawn_inside)
     except MarkedRunError:
         return checked_run(programs, strict_enumeration)  # raises the error of the programs
     traces = found.guide_trace, found.model_trace

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro.infer.reparam import ConjugateReparam
 
 from pyro_mcvae import (
@@ -99,12 +100,17 @@ def conjugate(count, al=2.0):
     ],
     ids=["iwae", "in a batch", "sis", "latent"],
 )
-def test_draws_that_leave_no_trace_are_noise(elbo):
+@pytest.mark.parametrize("is_auto", [False, True], ids=["guide", "AutoNormal"])
+def test_draws_that_leave_no_trace_are_noise(elbo, is_auto):
+    model, guide = conjugate(4000)
+    if is_auto:  # the same guide, which is set up in the first run
+        values = {"a": torch.full((4000,), -0.2).exp()}
+        guide = AutoNormal(model, init_loc_fn=init_to_value(values=values), init_scale=0.5)
     log_a = torch.linspace(-5, 5, 2001)
     given = dist.GammaPoisson(2.0, log_a.exp()).log_prob(torch.tensor(3.0))
     joint = dist.Normal(0.0, 0.5).log_prob(log_a) + given
     evidence = joint.logsumexp(0) + (log_a[1] - log_a[0]).log()
-    weights = (elbo.bounds(*conjugate(4000)).per_datum - evidence).exp()
+    weights = (elbo.bounds(model, guide).per_datum - evidence).exp()
     assert_mean(weights, 1.0)
 
 
