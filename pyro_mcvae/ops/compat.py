@@ -186,7 +186,8 @@ def open_level(size: int) -> int:
 
 def tables_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the dicts in which a module has its own parameters, buffers and submodules."""
-    return {kind: vars(module)[f"_{kind}"] for kind in ("parameters", "buffers", "modules")}
+    # Traced modules compute theirs.
+    return {kind: getattr(module, f"_{kind}") for kind in ("parameters", "buffers", "modules")}
 
 
 # Attributes that every module has, and every PyroModule. Hooks are among them.

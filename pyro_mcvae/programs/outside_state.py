@@ -44,6 +44,7 @@ from pyro_mcvae.programs.outside_values import (
     items_of,
     numpy,
     pairs_of,
+    scripted_value,
     space_of,
 )
 
@@ -371,7 +372,8 @@ def _holds(container: Any, items: Any) -> bool:
 def _parts_of(module: nn.Module) -> dict[str, object]:
     """Return the parameters and submodules of a module, which are not among its attributes."""
     tables = tables_of(module)
-    return tables["parameters"] | tables["modules"]
+    # The tables of a scripted module are not dicts.
+    return {k: v for kind in ("parameters", "modules") for k, v in tables[kind].items()}
 
 
 def _with_made(container: Any, items: Any, parts: Any, parts_now: Any) -> Any:
@@ -425,6 +427,8 @@ def put_back(entry: Entry) -> None:
             key.set(value)
     elif is_a(get, functools.partial) and get.func is attribute:
         _put_back_attribute(get.args[0], cast(str, key), value)
+    elif is_a(get, functools.partial) and get.func is scripted_value:
+        setattr(get.args[0], cast(str, key), value)
     elif is_a(space := _container(entry), dict | list | deque):
         if value is not MISSING:
             cast(Any, space)[key] = value

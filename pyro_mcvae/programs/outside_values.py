@@ -8,6 +8,7 @@ import functools
 import gc
 import operator
 import random
+import re
 import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
@@ -407,6 +408,7 @@ class Dependencies:
             yield from self._attributes(value, value.__name__)
         elif is_a(value, torch.jit.ScriptModule):
             self._add_unsupported(f"runs a scripted module, {name}: use the module itself")
+            yield from _scripted(value, name)
         elif is_a(value, nn.Module):
             for kind, space in compat.tables_of(value).items():
                 yield Entry(len, space, len(space), f"the number of {kind} of {name}")
@@ -639,6 +641,17 @@ def _named(
         yield Entry(space.get, key, space[key], f"{before}'{key}'{after}")
 
 
+def _scripted(value: nn.Module, name: str) -> Iterator[Entry]:
+    """Yield the buffers and plain values that a scripted module and its parts store in C++."""
+    for module in value.modules():
+        get = functools.partial(scripted_value, module)
+        names = {key for key, _ in module.named_buffers(recurse=False)}
+        names |= {*re.findall(r"self\.(\w+)", attribute(module, "code", ""))}
+        for key, content in [(n, get(n)) for n in sorted(names)]:
+            if is_plain(content) or (is_a(content, Tensor) and not is_a(content, nn.Parameter)):
+                yield Entry(get, key, content, f"'{key}' of {name}")
+
+
 def _is_datum(value: object) -> bool:
     """Return whether a value is watched and not a method, whose globals are watched instead."""
     return _is_watched(value) and not is_a(value, FunctionType | property)
@@ -799,6 +812,11 @@ def attribute(value: object, key: str, default: object = MISSING) -> Any:
         return getattr(value, key, default)
     except Exception:  # of an object that computes its attributes, such as a dict of settings
         return default
+
+
+def scripted_value(module: nn.Module, key: str) -> Any:
+    """Return a value that a scripted module stores outside Python."""
+    return attribute(module, key)
 
 
 def space_of(value: object) -> dict[str, Any] | None:
