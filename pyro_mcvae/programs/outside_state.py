@@ -221,7 +221,11 @@ def buffers_of(read: Dependencies) -> Dependencies:
     """Return only the buffers of modules."""
     modules: list[object] = [o for o in read.objects if is_a(o, nn.Module)]
     spaces = {id(tables_of(cast("nn.Module", m))["buffers"]) for m in modules}
-    entries = [e for e in read.entries if id(_container(e)) in spaces]
+    entries = [
+        e
+        for e in read.entries
+        if id(_container(e)) in spaces or (_is_scripted(e) and is_a(e.value, Tensor))
+    ]
     return replace(read, entries=entries, objects=modules, generators={}, torch_generators={})
 
 
@@ -259,6 +263,11 @@ def _container(entry: Entry) -> object:
     if is_a(get, functools.partial):
         return get.args[0]
     return getattr(get, "__self__", None)
+
+
+def _is_scripted(entry: Entry) -> bool:
+    """Return whether a scripted module stores an entry's value."""
+    return is_a(entry.get, functools.partial) and entry.get.func is scripted_value
 
 
 class _SavedTensor:
@@ -427,8 +436,8 @@ def put_back(entry: Entry) -> None:
             key.set(value)
     elif is_a(get, functools.partial) and get.func is attribute:
         _put_back_attribute(get.args[0], cast(str, key), value)
-    elif is_a(get, functools.partial) and get.func is scripted_value:
-        setattr(get.args[0], cast(str, key), value)
+    elif _is_scripted(entry):
+        setattr(cast(Any, _container(entry)), cast(str, key), value)
     elif is_a(space := _container(entry), dict | list | deque):
         if value is not MISSING:
             cast(Any, space)[key] = value

@@ -7,7 +7,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import nn
 
-from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, refine
 
 LOSSES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
@@ -64,10 +64,10 @@ DECODERS = {
 }
 
 
-def losses(loss, decoder):
+def programs(make_decoder):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    decoder = DECODERS[decoder]()
+    decoder = make_decoder()
 
     def model(x):
         pyro.module("decoder", decoder)
@@ -80,6 +80,11 @@ def losses(loss, decoder):
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
 
+    return model, guide
+
+
+def losses(loss, decoder):
+    model, guide = programs(DECODERS[decoder])
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss())
     return [svi.step(X) for _ in range(6)]
 
@@ -90,3 +95,14 @@ def losses(loss, decoder):
 def test_steps_of_scripted_modules_are_those_of_pyro(name, decoder):
     torch.set_default_dtype(torch.float32)
     assert losses(LOSSES[name], decoder) == pytest.approx(losses(Trace_ELBO, decoder), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_chains_count_as_many_calls_as_with_the_module_itself():
+    torch.set_default_dtype(torch.float32)
+    calls = []
+    for decoder in (Buffer(), torch.jit.script(Buffer())):
+        model, guide = programs(lambda decoder=decoder: decoder)
+        refine(model, guide, X, num_samples=10, num_transitions=2, num_particles=1, seed=0)
+        calls.append(decoder.calls.item())
+    assert calls[0] == calls[1]
