@@ -406,11 +406,11 @@ class SlotSampler:
 
         :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
         """
-        analysis = self.sampler.analyses.of(programs)
-        in_one_run = analysis.get(_IN_ONE_RUN)
-        if in_one_run is False:
-            return None
-        with self.sampler.analyses.rewindable(programs, in_one_run is None) as rewind:
+        analyses = self.sampler.analyses
+        analysis = analyses.of(programs)
+        if analysis.latest(_IN_ONE_RUN) is False:
+            return None  # a fresh analysis compares the operations of runs with rows
+        with analyses.rewindable(programs, analysis.get(_IN_ONE_RUN) is None) as rewind:
             try:
                 runs = [slot_run_of(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:
@@ -423,8 +423,13 @@ class SlotSampler:
                 analysis.compared(_IN_ONE_RUN, lambda: False)
                 rewind()
                 return None
-        analysis.compared(_IN_ONE_RUN, lambda: True)
+        analyses.of(programs).compared(_IN_ONE_RUN, lambda: True)
         return runs
+
+    def stay_in_rows(self, programs: Programs) -> None:
+        """Make no further attempts: to be called after runs with rows."""
+        # These runs may have begun an analysis of their own operations.
+        self.sampler.analyses.of(programs).put(_IN_ONE_RUN, False)
 
     def ancestors(
         self, programs: Programs, slot_run: SlotRun

@@ -433,13 +433,15 @@ class SlotPlanner:
         :raises SlotError: naming a site that cannot have the requested slots.
         """
         analysis = sampler.analyses.of(programs)
-        has_plan, plan = analysis.get(_PLAN, False) is not False, analysis.get(_PLAN)
-        may_repeat = not has_plan or bool(analysis.get(_CHANGING))
+        may_repeat = analysis.get(_PLAN, False) is False or bool(analysis.get(_CHANGING))
+        # A fresh analysis begins with the rows of the last one, whose operations it compares.
+        plan = analysis.latest(_PLAN)
         with sampler.analyses.rewindable(programs, may_repeat) as rewind:
             for _ in range(_MAX_ATTEMPTS):
                 draws = plan and SlotDraws(plan, self.options, sampler.num_particles, self._warn)
                 try:
                     result, sample = make(draws)
+                    analysis = sampler.analyses.of(programs)  # the runs may have begun another
                     if draws is not None and len(sample.runs) > 1:
                         _check_same_sites(sample)
                     key = "slot plan of", sample.runs[0].signature

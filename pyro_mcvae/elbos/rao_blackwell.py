@@ -597,6 +597,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def _estimate_by_rows(self, programs: Programs) -> Estimate:
         """Estimate with whole weights, for models and guides whose slots cannot be in dims."""
         sample, draws = self._rows.sample(self.sampler, programs)
+        self._slots.stay_in_rows(programs)
         slots = SlotAverage.of(sample, draws, common=False)
         if slots.weight is None:
             return averaged_estimate(sample)

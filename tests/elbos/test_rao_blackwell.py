@@ -25,6 +25,7 @@ from pyro_mcvae import (
     TraceRaoBlackwell_ELBO,
     TraceSIS_ELBO,
 )
+from pyro_mcvae.checks.vectorization import BatchCheck
 from tests.elbos.discrete_programs import ALL, PROGRAMS, param, take_gradients, x
 from tests.estimates import assert_mean
 
@@ -380,3 +381,27 @@ def test_a_program_that_runs_only_with_an_enumerated_dim_is_refused_with_a_remed
     TraceEnum_ELBO(max_plate_nesting=1).loss(model, guide, torch.zeros(12))
     with pytest.raises(RuntimeError, match=r"Site 'y' is marked for enumeration.*TraceEnum_ELBO"):
         TraceRaoBlackwell_ELBO(k, **options).loss(model, guide, torch.zeros(12))
+
+
+def test_steps_of_an_enumerating_model_share_an_analysis(monkeypatch):
+    """Slots in rows have other operations than slots in dims, which are tried first."""
+    probs = torch.rand(2, 2, 3).softmax(-1)
+
+    def model(x):
+        a = pyro.sample("a", dist.Categorical(torch.ones(2)), infer={"enumerate": "parallel"})
+        with pyro.plate("data", 2):
+            b = pyro.sample("b", dist.Categorical(torch.ones(2)))
+            pyro.sample("x", dist.Categorical(Vindex(probs)[a, b]), obs=x)
+
+    def guide(x):
+        logits = pyro.param("logits", torch.zeros(2))
+        with pyro.plate("data", 2):
+            pyro.sample("b", dist.Categorical(logits=logits))
+
+    checks, check = [], BatchCheck.check
+    monkeypatch.setattr(BatchCheck, "check", lambda *args: checks.append(check(*args)))
+    loss = TraceRaoBlackwell_ELBO(math.inf)
+    for _ in range(24):
+        loss.loss_and_grads(model, guide, torch.tensor([1, 2]))
+    # In the first two steps, and in uses 2, 4, 8 and 16 of the analysis.
+    assert len(checks) <= 8
