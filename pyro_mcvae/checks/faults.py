@@ -12,7 +12,7 @@ import pyro
 import torch
 from pyro import distributions as dist
 from pyro import poutine
-from pyro.distributions.transforms import BatchNorm, Sylvester
+from pyro.distributions.transforms import BatchNorm, ELUTransform, Sylvester
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
@@ -141,13 +141,14 @@ def density_steps(programs: Programs, run: Run) -> list[str]:
 
 def check_flows(run: Run) -> None:
     r"""
-    Reject flows whose log determinant in Pyro does not match their map.
+    Reject flows whose log determinant or support in Pyro does not match their map.
 
     The map of ``Sylvester`` is :math:`y = x + \tanh(x S Q^\top + b) Q R`. Pyro's log determinant is
     that of a map with :math:`Q R^\top` and :math:`S^\top Q^\top` (van den Berg et al. 2018). With
     standard normal weights in five dims they differ by up to one nat. With larger weights, where
     the map is no longer invertible, they differ by up to five nats. ``BatchNorm`` in training mode
-    draws with its moving variance, but uses that of the batch in the density.
+    draws with its moving variance, but uses that of the batch in the density. ``ELUTransform``
+    declares positive values, and has values above -1, which AutoGuides and chains would not reach.
 
     :raises ValueError: naming the site.
     """
@@ -170,6 +171,12 @@ def _fault(part: Transform, term: Term) -> str | None:
             f"is a flow with BatchNorm({part.input_dim}) in training mode, which draws with its "
             f"moving variance and has the density of the batch's: call eval() on it, or leave it "
             f"out of the guide"
+        )
+    if isinstance(part, ELUTransform) and is_latent(term.site) and not term.in_guide:
+        return (
+            "is a flow with ELUTransform, whose values Pyro declares to be positive, though they "
+            "are above -1: AutoGuides and chains would have no draws below 0. Draw its input, and "
+            "apply torch.nn.functional.elu to the draw"
         )
     return None
 

@@ -5,8 +5,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import transforms as flows
+from pyro.infer.autoguide import AutoNormal
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, log_evidence
+from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, log_evidence, refine
 from tests.estimates import assert_mean
 
 MADE = {
@@ -90,3 +91,15 @@ def test_one_dim_is_right():
     y = flow(x)
     slope = torch.autograd.grad(y.sum(), x, retain_graph=True)[0].squeeze(-1)
     assert torch.allclose(slope.log(), flow.log_abs_det_jacobian(x, y), atol=1e-6)
+
+
+def test_values_outside_the_declared_support_are_refused():
+    def model():
+        fn = dist.TransformedDistribution(dist.Normal(0.0, 1.0), flows.ELUTransform())
+        assert (fn.support.check(fn.sample((1000,)))).double().mean() < 0.6
+        pyro.sample("z", fn)
+
+    guide = AutoNormal(model)
+    for evaluate in (lambda: TraceIWAE_ELBO(3).loss(model, guide), lambda: refine(model)):
+        with pytest.raises(ValueError, match=r"site 'z' of the model.*ELUTransform.*below 0"):
+            evaluate()

@@ -103,12 +103,12 @@ def draw(best: dict[str, Model], curves: dict[str, list[list[float]]], path: Pat
     middle.plot(ends, ends, "k-", lw=0.6)
     middle.set(title="Images of two bars", xlabel="true log p(x), nats", ylabel="learned")
     middle.legend()
-    rows = [m.images[:6] for m in best.values()][:1] + [draws(m, 6) for m in best.values()]
+    rows = [best["linear"].images[:6], *(draws(m, 6) for m in best.values())]
     shown = torch.nn.functional.pad(
         torch.stack(rows).cpu().reshape(len(rows), 6, SIDE, SIDE), (0, 1, 0, 1), value=torch.nan
     )
     right.imshow(shown.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), cmap="gray")
-    right.set(title="Images, and draws of both models", xticks=[], facecolor="C0")
+    right.set(title="Images and draws", xticks=[], facecolor="C0")
     at = [SIDE / 2 - 0.5 + i * (SIDE + 1) for i in range(len(rows))]
     right.set_yticks(at, ["images", *best])
     figure.savefig(path, dpi=150)
