@@ -30,6 +30,8 @@ from pyro_mcvae.evaluation.clock import Stage
 from pyro_mcvae.ops.checks import check_count, check_flag, check_positive
 from pyro_mcvae.ops.compat import saved_tables, stored_parameters
 from pyro_mcvae.programs.isolation import evaluation_modules, find_modules, rewindable
+from pyro_mcvae.programs.outside_state import OutsideState, buffers_of
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -45,9 +47,10 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     Evaluate a model and guide without changing them.
 
     Inside, all modules that the model and guide use are in evaluation mode, because dropout and
-    batch statistics would change the density in each run. If the parameter store has parameters of
-    another module with the same name, each module uses its own parameters. Parameters that were not
-    in the store before are removed from it afterwards.
+    batch statistics would change the density in each run. Buffers that they change nevertheless are
+    restored afterwards. If the parameter store has parameters of another module with the same name,
+    each module uses its own parameters. Parameters that were not in the store before are removed
+    from it afterwards.
 
     :param seed: seeds the random generators, which are restored afterwards; None uses the current
         random stream.
@@ -58,6 +61,8 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     _refuse_lazy(roots)
     store = pyro.get_param_store()
     restore_tables = saved_tables()
+    read = Dependencies.of(*roots, executed=ExecutedCode(unknown=True))
+    buffers = OutsideState(buffers_of(read), generators=False)
     with rewindable(seed is not None) as rewind, evaluation_modules(roots):
         try:
             for name, value in _own_parameters(roots):
@@ -68,6 +73,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
             yield
         finally:
             restore_tables()
+            buffers.put_back()
             rewind()
 
 

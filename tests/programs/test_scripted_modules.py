@@ -7,7 +7,13 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import nn
 
-from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, refine
+from pyro_mcvae import (
+    CompiledELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    log_evidence,
+)
 
 LOSSES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
@@ -103,6 +109,22 @@ def test_chains_count_as_many_calls_as_with_the_module_itself():
     calls = []
     for decoder in (Buffer(), torch.jit.script(Buffer())):
         model, guide = programs(lambda decoder=decoder: decoder)
-        refine(model, guide, X, num_samples=10, num_transitions=2, num_particles=1, seed=0)
+        loss = TraceSIS_ELBO(3)
+        for _ in range(3):
+            loss.loss(model, guide, X)
         calls.append(decoder.calls.item())
-    assert calls[0] == calls[1]
+    assert calls == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"schedule": 2}], ids=["draws", "chains"])
+@pytest.mark.parametrize("kind", ["module", "scripted"])
+def test_evaluators_restore_buffers(options, kind):
+    """Also those that a module changes in evaluation mode, in place or not."""
+    torch.set_default_dtype(torch.float32)
+    for module in (Buffer(), Replaced()):
+        decoder = module if kind == "module" else torch.jit.script(module)
+        model, guide = programs(lambda decoder=decoder: decoder)
+        TraceIWAE_ELBO(1).loss(model, guide, X)
+        log_evidence(model, guide, X, num_particles=20, seed=0, **options)
+        assert decoder.calls == 1
