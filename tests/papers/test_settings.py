@@ -301,6 +301,18 @@ def test_bars(tmp_path: Path) -> None:
     assert row["energy_9"]  # ten starts
 
 
+@pytest.mark.slow
+def test_correlated_bars(tmp_path: Path) -> None:
+    path = tmp_path / "correlated.png"
+    argv = ["--paper", "--images", "40", "--epochs", "1", "--output", str(path)]
+    run("truncated/correlated_bars.py", *argv)
+    assert [row["model"] for row in rows(path.with_suffix(".csv"))] == [
+        "true",
+        "two layers",
+        "linear",
+    ]
+
+
 def test_missing_data_are_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"MNIST is not at .*train-images.*: pass --data-root"):
         mnist_images(tmp_path, True)

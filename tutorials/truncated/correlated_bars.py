@@ -116,7 +116,7 @@ def draw(best: dict[str, Model], curves: dict[str, list[list[float]]], path: Pat
 
 def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--starts", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
