@@ -409,7 +409,7 @@ class SlotSampler:
         analyses = self.sampler.analyses
         analysis = analyses.of(programs)
         if analysis.latest(_IN_ONE_RUN) is False:
-            return None  # a fresh analysis compares the operations of runs with rows
+            return None
         with analyses.rewindable(programs, analysis.get(_IN_ONE_RUN) is None) as rewind:
             try:
                 runs = [slot_run_of(run) for run in self._runs(programs)]
@@ -427,8 +427,8 @@ class SlotSampler:
         return runs
 
     def stay_in_rows(self, programs: Programs) -> None:
-        """Make no further attempts: to be called after runs with rows."""
-        # These runs may have begun an analysis of their own operations.
+        """Use rows in later steps, too. Call this after the runs with rows."""
+        # A run with rows has other operations, and may have replaced the analysis.
         self.sampler.analyses.of(programs).put(_IN_ONE_RUN, False)
 
     def ancestors(

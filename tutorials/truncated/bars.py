@@ -90,7 +90,9 @@ def train(
     model: Model, epochs: int, states: int = 64, rate: float = 0.05, cycle: int = 20
 ) -> list[float]:
     """
-    Train in place, in cycles of so many epochs. Return the free energy per image after each epoch.
+    Train in place. Return the free energy per image after each epoch.
+
+    :param cycle: the number of epochs in which the learning rate increases and decreases once.
     """
     guide = TruncatedPosterior(model, states, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)

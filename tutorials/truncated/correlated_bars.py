@@ -14,6 +14,7 @@ states), and the log probability of the two excluded pairs relative to other pai
 """
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 
@@ -61,11 +62,9 @@ def make_data(count: int) -> Tensor:
 
 def evidence(model: Model, images: Tensor) -> Tensor:
     """Return the exact log p(x) of each image under the parameters of a model."""
-    kept, model.images = model.images, images
-    index = torch.arange(len(images))
-    result = TruncatedPosterior(model, 2**NUM_BARS).posterior(index).free_energy
-    model.images = kept
-    return result
+    other = copy.copy(model)  # with the same parameters
+    other.images = images
+    return TruncatedPosterior(other, 2**NUM_BARS).posterior(torch.arange(len(images))).free_energy
 
 
 def pairs() -> tuple[list[tuple[int, int]], Tensor]:
@@ -85,7 +84,9 @@ def ratios(model: Model) -> Tensor:
     return value[discouraged] - value[~discouraged].mean()
 
 
-def draw(best: dict[str, Model], curves: dict[str, list[list[float]]], path: Path) -> None:
+def draw(
+    data: Tensor, best: dict[str, Model], curves: dict[str, list[list[float]]], path: Path
+) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3), layout="constrained")
@@ -103,7 +104,7 @@ def draw(best: dict[str, Model], curves: dict[str, list[list[float]]], path: Pat
     middle.plot(ends, ends, "k-", lw=0.6)
     middle.set(title="Images of two bars", xlabel="true log p(x), nats", ylabel="learned")
     middle.legend()
-    rows = [best["linear"].images[:6], *(draws(m, 6) for m in best.values())]
+    rows = [data[:6], *(draws(m, 6) for m in best.values())]
     shown = torch.nn.functional.pad(
         torch.stack(rows).cpu().reshape(len(rows), 6, SIDE, SIDE), (0, 1, 0, 1), value=torch.nan
     )
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         print(f"{name}: log p(x) {mean:.2f} per image, excluded pairs {said} nats")
         of_pairs = {f"pair_{i}": float(r) for i, r in enumerate(ratios(model))}
         results.add(model=name, evidence=float(mean), **of_pairs)
-    draw(best, curves, args.output)
+    draw(images, best, curves, args.output)
     return tuple(ratios(model) for model in models.values())
 
 
