@@ -15,6 +15,9 @@ from pyro_mcvae import (
     log_evidence,
 )
 
+# DeprecationWarning until PyTorch 2.13, FutureWarning since
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
+
 LOSSES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
     "iwae": lambda: TraceIWAE_ELBO(1),
@@ -95,7 +98,6 @@ def losses(loss, decoder):
     return [svi.step(X) for _ in range(6)]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_steps_of_scripted_modules_are_those_of_pyro(name, decoder):
@@ -103,7 +105,6 @@ def test_steps_of_scripted_modules_are_those_of_pyro(name, decoder):
     assert losses(LOSSES[name], decoder) == pytest.approx(losses(Trace_ELBO, decoder), rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_chains_count_as_many_calls_as_with_the_module_itself():
     torch.set_default_dtype(torch.float32)
     calls = []
@@ -116,7 +117,6 @@ def test_chains_count_as_many_calls_as_with_the_module_itself():
     assert calls == [3, 3]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"schedule": 2}], ids=["draws", "chains"])
 @pytest.mark.parametrize("kind", ["module", "scripted"])
 def test_evaluators_restore_buffers(options, kind):
