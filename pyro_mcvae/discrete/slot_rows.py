@@ -171,13 +171,13 @@ def _warn_global(term: Term, warn: Callable[[str], object]) -> None:
         raise SlotError(
             f"guide site '{name}' is shared by all data, so it is drawn once a step, and "
             f"infer['mcvae'] = {site_options} has no effect. Remove it, or pass joint=True and the "
-            f"full data, or sum the site with TraceRaoBlackwell_ELBO, in programs that run with "
-            f"several of its values at once"
+            f"full data, or sum the site with TraceRaoBlackwell_ELBO, which needs programs that "
+            f"run with several of its values at once"
         )
     warn(
         f"guide site '{name}' is shared by all data, so it has no slots: it is drawn once a step, "
-        f"with the score function as its gradient; TraceRaoBlackwell_ELBO sums it, in programs "
-        f"that run with several of its values at once"
+        f"with the score function as its gradient. TraceRaoBlackwell_ELBO sums it if the programs "
+        f"run with several of its values at once"
     )
 
 

@@ -240,7 +240,7 @@ def test_discrete_sites_that_all_data_share_are_told(caplog):
         elbo.loss(program.model, program.guide)
     assert [r.getMessage() for r in caplog.records if "'c' is shared by all" in r.getMessage()] == [
         "guide site 'c' is shared by all data, so it has no slots: it is drawn once a step, with "
-        "the score function as its gradient; TraceRaoBlackwell_ELBO sums it, in programs that run "
+        "the score function as its gradient. TraceRaoBlackwell_ELBO sums it if the programs run "
         "with several of its values at once"
     ]
 
