@@ -17,7 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_mcvae import ULA, CompiledELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSIS_ELBO
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    CompiledELBO,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import marked
 from pyro_mcvae.structure.cache import Analyses
@@ -288,6 +297,50 @@ def test_pairs_that_alternate_are_remembered():
     for copied in (copy.deepcopy(analyses), pickle.loads(pickle.dumps(analyses))):
         made.append(copied.of(Programs(*pairs[0])).uses)
     assert made == [1, 1]
+
+
+def optional_site():
+    """A model and guide with an observed site or a latent outside the plate, if told so."""
+
+    def model(x, y):
+        shift = pyro.sample("w", dist.Normal(0.0, 1.0)) if y == "latent" else 0.0
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(shift, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        if y == "observed":
+            pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.0)), 1.0), obs=x[0])
+
+    def guide(x, y):
+        if y == "latent":
+            pyro.sample("w", dist.Normal(pyro.param("loc", torch.tensor(0.3)), 0.8))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(0.5 * x, 0.7))
+
+    return model, guide
+
+
+SEEDED = {
+    "sgvb": lambda: TraceSGVB_ELBO(3),
+    "iwae": lambda: TraceIWAE_ELBO(3),
+    "sis": lambda: TraceSIS_ELBO(2, ULA(0.1)),
+    "ais": lambda: TraceAIS_ELBO(2, MALA(0.1)),
+    "rao-blackwell": lambda: TraceRaoBlackwell_ELBO(1),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+@pytest.mark.parametrize("kind", ["observed", "latent"])
+def test_a_seed_decides_a_loss_whatever_the_calls_before(name, kind):
+    """Also if they have other sites outside a plate."""
+    x, programs, elbo = torch.tensor([0.4, -1.0, 2.0]), optional_site(), SEEDED[name]()
+
+    def seeded(elbo, y):
+        pyro.set_rng_seed(7)
+        return elbo.loss(*programs, x, y), torch.rand(()).item()
+
+    fresh = {y: seeded(SEEDED[name](), y) for y in (kind, "")}
+    calls = [kind, "", "", kind, "", kind, kind, ""]
+    assert [seeded(elbo, y) for y in calls] == [fresh[y] for y in calls]
 
 
 def looks_of(monkeypatch):
