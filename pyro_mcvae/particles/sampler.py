@@ -227,8 +227,8 @@ def _plus(total: Tensor | None, part: Tensor, minus: bool) -> Tensor:
 # The particles of one step: local latents drawn per particle, and global ones once.
 
 _NONE = GlobalSites()
-# The finding of the sites that particles share.
-_SHARED = ("shared sites",)
+# The kind of the findings of the sites that the particles of a call share.
+_SHARED = "shared sites"
 
 # Returns the sample function of one run's guide, from its particles and the shared sites.
 MakeSampleFn = Callable[[range, frozenset[str]], SampleFn]
@@ -274,7 +274,7 @@ class ParticleSampler:
     def _shared_sites(self, programs: Programs, run: Run) -> GlobalSites:
         """Return the sites that all particles of a run share."""
         self._latest = self.structures.of(programs, run)
-        self.analyses.of(programs).put(_SHARED, self._latest.global_sites)
+        self.analyses.of(programs).put((_SHARED, programs.call.key), self._latest.global_sites)
         return self._latest.global_sites
 
     def independent(
@@ -323,8 +323,9 @@ class ParticleSampler:
             noise = ModelNoise() if keep_noise else None
             return layout.run(programs, Substitutes(subsamples, fixed, sample_fn, attached, noise))
 
-        # If these were not the sites to share, the run would be repeated, at other random numbers.
-        shared = self.analyses.of(programs).latest(_SHARED) or _NONE
+        # Those of an earlier call like this one, whose run could not be repeated any more.
+        known = self.analyses.of(programs).latest((_SHARED, programs.call.key))
+        shared = known or self._latest.global_sites
         depends = make_sample_fn is not None or detach_latents
         execute, find_shared = partial(run_rows, {}, None), partial(self._shared_sites, programs)
         execution = Execution(programs, execute, subsamples, shared, find_shared, depends)

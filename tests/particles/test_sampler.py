@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro.poutine import runtime
 
-from pyro_mcvae import TraceIWAE_ELBO
+from pyro_mcvae import TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
@@ -600,6 +600,37 @@ def test_draws_that_cross_the_particles_are_refused(nesting):
     sampler = ParticleSampler(5, True, nesting, joint=True)
     with pytest.raises(RuntimeError, match=r"log_prob of shape .* to the left of the particles"):
         sampler.sample(Programs(model, guide, (), {}))
+
+
+@pytest.mark.parametrize("couples", [False, True])
+@pytest.mark.parametrize("make", [TraceIWAE_ELBO, TraceSIS_ELBO])
+def test_calls_that_share_other_sites_in_turn_run_once_each(make, couples):
+    """Running statistics count each step once, and a seed gives the draws of a new objective."""
+    norm = torch.nn.BatchNorm1d(1).double()
+
+    def model(x, y):
+        mean = pyro.sample("mean", normal())
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", normal(mean))
+            pyro.sample("x", normal(z - z.mean(-1, keepdim=True) if couples else z), obs=x)
+        if y is not None:
+            pyro.sample("y", normal(mean), obs=y)
+
+    def guide(x, y):
+        pyro.sample("mean", normal())
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", normal(norm(x.unsqueeze(-1)).squeeze(-1).detach()))
+
+    # An observation makes the mean a site that all share. So does a second latent of a plate.
+    calls = (data(6), torch.tensor(1.0)), (data(2 if couples else 6), None)
+    elbo = make(3)
+    for step in range(12):
+        losses = []
+        for objective in elbo, make(3):
+            pyro.set_rng_seed(step)
+            losses.append(objective.loss(model, guide, *calls[step % 2]))
+        assert losses[0] == pytest.approx(losses[1])
+        assert norm.num_batches_tracked == 2 * (step + 1)
 
 
 @pytest.mark.usefixtures("leading_dims_only")
