@@ -141,8 +141,9 @@ _IN_WORDS = {
     Mode.MAPPED: "under vmap",
     Mode.BOTH_MAPPED: "under vmap, the guide too",
 }
-# The number of attempts of a step whose structure differs from the assumed one.
-_MAX_ATTEMPTS = 3
+# The number of attempts of a step whose structure differs from the assumed one: the operations, the
+# nesting, the sums over enumerated sites and the shared sites may each differ once.
+_MAX_ATTEMPTS = 5
 
 
 class Runner:

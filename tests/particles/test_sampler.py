@@ -633,6 +633,35 @@ def test_calls_that_share_other_sites_in_turn_run_once_each(make, couples):
         assert norm.num_batches_tracked == 2 * (step + 1)
 
 
+@pytest.mark.parametrize("make", [TraceIWAE_ELBO, TraceSIS_ELBO])
+def test_operations_enumeration_and_shared_sites_may_change_at_once(make):
+    x = data(6)
+
+    def model(y, enumerates):
+        mean = pyro.sample("mean", normal())
+        with pyro.plate("data", len(x)):
+            loc = pyro.sample("z", normal(mean))
+            if enumerates:
+                options = {"infer": {"enumerate": "parallel"}}
+                loc = loc + pyro.sample("k", dist.Bernoulli(0.3), **options)
+            pyro.sample("x", normal(loc), obs=x)
+        if y is not None:
+            pyro.sample("y", normal(mean), obs=y)
+
+    def guide(y, enumerates):
+        pyro.sample("mean", normal())
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", normal(x))
+
+    elbo = make(3)
+    elbo.loss(model, guide, torch.tensor(1.0), False)
+    losses = []
+    for objective in elbo, make(3):
+        pyro.set_rng_seed(0)
+        losses.append(objective.loss(model, guide, None, True))
+    assert losses[0] == pytest.approx(losses[1])
+
+
 @pytest.mark.usefixtures("leading_dims_only")
 def test_a_gather_along_a_plate_is_told_how_to_index() -> None:
     """Houses in counties: ``means[county]`` picks particles when there are several at once."""
