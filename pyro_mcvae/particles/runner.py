@@ -219,8 +219,7 @@ class Runner:
             densities change with leading dims. The message names the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        may_repeat = not self._has_run or self.analyses.may_repeat(execution.key)
-        with self.analyses.rewindable(execution.key, may_repeat) as rewind:
+        with self.analyses.rewindable(execution.key, not self._has_run) as rewind:
             while True:
                 try:
                     result = self._attempt(execution, self._layout(execution, count, shared))

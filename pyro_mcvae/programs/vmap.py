@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
 from enum import Enum
+from inspect import getattr_static
 from typing import Any
 
 import pyro
@@ -87,18 +88,28 @@ def _like(fn: Distribution, plain: Distribution) -> Distribution:
 
 def _by_parameters(fn: Distribution, dims: VmapDims, depth: int) -> Distribution:
     """Rebuild a distribution from rebatched parameters, whose event dims the constraints give."""
-    attributes = vars(fn)
     if not has_methods_of(fn, type(fn)):
         raise _no_parameters(fn, "a method is an attribute of the object")
+    given = [name for name in fn.arg_constraints if _is_given(fn, name)]
     parameters = {
-        name: _rebatch(attributes[name], dims, depth + constraint.event_dim)
-        for name, constraint in fn.arg_constraints.items()
-        if name in attributes and not (name == "probs" and "logits" in attributes)
+        name: _rebatch(getattr(fn, name), dims, depth + fn.arg_constraints[name].event_dim)
+        for name in given
+        if name != "probs" or "logits" not in given
     }
     try:
         return type(fn)(**parameters, validate_args=False)
     except TypeError as error:
         raise _no_parameters(fn, error) from error
+
+
+def _is_given(fn: Distribution, name: str) -> bool:
+    """
+    Return whether a distribution has a parameter: as an attribute, or in another distribution.
+
+    The concentrations of a Beta are properties. Parameters that a distribution computes from its
+    others, such as the probs from the logits, are lazy properties.
+    """
+    return name in vars(fn) or type(getattr_static(type(fn), name, None)) is property
 
 
 def _no_parameters(fn: Distribution, why: object) -> LeadingDimsError:

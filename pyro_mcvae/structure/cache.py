@@ -291,11 +291,6 @@ class Analyses:
         """Return the analysis of the programs; one call counts as one use."""
         return self._use(programs).analysis
 
-    def may_repeat(self, programs: Programs) -> bool:
-        """Return whether the next run of a call may have to be repeated."""
-        use = self._use(programs)
-        return not is_recording() and (use.analysis.is_new or not use.is_known)
-
     def run(self, programs: Programs, kind: Hashable, execute: Callable[[], T]) -> T | None:
         """
         Run the programs, and check that they execute what their analysis was made for.
@@ -351,7 +346,13 @@ class Analyses:
     def rewindable(
         self, programs: Programs, active: bool
     ) -> AbstractContextManager[Callable[[], bool]]:
-        """Return a context for runs that may be repeated: see :func:`.rewindable`."""
+        """
+        Return a context for runs that may be repeated: see :func:`.rewindable`.
+
+        :param active: whether they may be, although the operations are those of the analysis.
+        """
+        use = self._use(programs)
+        active = active or (not is_recording() and (use.analysis.is_new or not use.is_known))
         return rewindable(active, self.read(programs) if active and not is_recording() else None)
 
     def read(self, programs: Programs) -> Dependencies:

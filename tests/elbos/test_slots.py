@@ -463,3 +463,31 @@ def test_discrete_sites_that_come_and_go_are_named(make, plated):
         ValueError, match=r"guide site 'stop_[12]' is drawn (for|in) some .*draw it"
     ):
         steps()
+
+
+@pytest.mark.parametrize("make", [TraceSIS_ELBO, TraceAIS_ELBO])
+def test_calls_with_other_slots_in_turn_run_once_each(make):
+    """Running statistics count each step once, and a seed gives the draws of a new objective."""
+    norm, x = torch.nn.BatchNorm1d(1), torch.arange(4.0)
+
+    def model(labels):
+        with pyro.plate("data", 4):
+            y = pyro.sample("y", dist.Bernoulli(0.3)) if labels else torch.tensor(0.0)
+            z = pyro.sample("z", dist.Normal(y, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(labels):
+        loc = norm(x.unsqueeze(-1)).squeeze(-1)
+        with pyro.plate("data", 4):
+            if labels:
+                pyro.sample("y", dist.Bernoulli(logits=loc))
+            pyro.sample("z", dist.Normal(loc, 1.0))
+
+    elbo = make(2, UnderdampedLangevin(0.2) if make is TraceSIS_ELBO else MALA(0.1))
+    for step, labels in enumerate([False, False, True, True, False, True]):
+        losses = []
+        for objective in elbo, make(2, elbo.kernel):
+            pyro.set_rng_seed(step)
+            losses.append(objective.loss(model, guide, labels))
+        assert losses[0] == pytest.approx(losses[1])
+        assert norm.num_batches_tracked == 2 * (step + 1)

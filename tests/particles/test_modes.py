@@ -426,6 +426,34 @@ def test_counts_are_mapped():
     check_way(*counts(torch.tensor([[2.0, 3.0, 1.0]]).expand(4, 3)), mode=Mode.MAPPED)
 
 
+DERIVED = {
+    "Beta": (lambda w: dist.Beta(w, 2.0), 0.4),
+    "BetaBinomial": (lambda w: dist.BetaBinomial(w, torch.ones(4), 5), 2.0),
+    "GammaPoisson": (lambda w: dist.GammaPoisson(w, 1.5), 2.0),
+    "Chi2": (lambda w: dist.Chi2(w), 0.7),
+    "ZeroInflatedPoisson": (lambda w: dist.ZeroInflatedPoisson(w, gate=w.new_tensor(0.3)), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_distributions_whose_parameters_are_properties_are_mapped(name):
+    """The concentrations of a Beta, say, are properties: it holds a Dirichlet."""
+    make, x = DERIVED[name]
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample(
+                "x", make(1.0 + z.softmax(1)[:, 0] * param("s").exp()), obs=torch.full((4,), x)
+            )
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(param("loc", 2), 0.8).to_event(1))
+
+    check_way(model, guide, mode=Mode.MAPPED)
+
+
 def bits(dim):
     x = data(5, 3, seed=9)
 
