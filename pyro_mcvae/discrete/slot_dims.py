@@ -41,6 +41,7 @@ from pyro_mcvae.programs.enumeration import (
     pack,
     sum_states,
 )
+from pyro_mcvae.programs.fingerprint import observer
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, entered
 from pyro_mcvae.programs.sites import is_random
@@ -483,14 +484,14 @@ class SlotSampler:
         # Under vmap a program receives the value of one slot like a draw.
         expand = layout.mode is not Mode.BATCHED
         slots = SlotMessenger(self.options, first_dim, self._warn, expand)
-        with Recorder(substitutes) as recorder, slots, entered(leading.guide):
+        with Recorder(substitutes) as recorder, slots, entered(leading.guide, observer()):
             programs.guide(*programs.args, **programs.kwargs)
         # The model's enumeration continues with the dims after the guide's.
         with (
             Recorder(substitutes) as tracer,
             poutine.replay(trace=recorder.trace),
             ModelEnumeration(recorder.trace),
-            entered(leading.model),
+            entered(leading.model, observer()),
         ):
             programs.model(*programs.args, **programs.kwargs)
         return layout.run_of(recorder.trace, tracer.trace, leading, substitutes)

@@ -91,7 +91,7 @@ class Fingerprint(Messenger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads = self.is_entered = False
+        self.reads = self.is_entered = self._has_run = False
         self.in_place: list[Tensor] = []
         self._mode = _Operators(self)
         self._operations: list[_Operation] = []
@@ -122,6 +122,7 @@ class Fingerprint(Messenger):
 
         :param constants: arguments and everything that the programs read, which depends on no draw.
         """
+        assert self._has_run, "a run without its observer"  # all programs would have this trail
         known = self._constants.union(map(id, constants))
         fixed = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in known}
         drawn = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in self._draws}
@@ -147,7 +148,7 @@ class Fingerprint(Messenger):
     def __enter__(self) -> Fingerprint:
         super().__enter__()
         self._mode.__enter__()
-        self.is_entered = True
+        self.is_entered = self._has_run = True
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -491,3 +491,31 @@ def test_calls_with_other_slots_in_turn_run_once_each(make):
             losses.append(objective.loss(model, guide, labels))
         assert losses[0] == pytest.approx(losses[1])
         assert norm.num_batches_tracked == 2 * (step + 1)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_slots_in_dims_notice_a_flag_that_couples_data_at_once(before):
+    """Data that depend on each other's discrete sites have no sum for each site alone."""
+    norm, x = torch.nn.BatchNorm1d(1), torch.arange(4.0)
+
+    def model(coupled):
+        with pyro.plate("data", 4):
+            y = pyro.sample("y", dist.Bernoulli(0.3))
+            loc = y + y.mean(-1, keepdim=True) if coupled else y
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
+
+    def guide(coupled):
+        logits = norm(x.unsqueeze(-1)).squeeze(-1)
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.Bernoulli(logits=logits))
+
+    elbo = TraceRaoBlackwell_ELBO(2)
+    for _ in range(before):
+        elbo.loss(model, guide, False)
+    for coupled in (True, False):
+        losses = []
+        for objective in elbo, TraceRaoBlackwell_ELBO(2):
+            pyro.set_rng_seed(0)
+            losses.append(objective.loss(model, guide, coupled))
+        assert losses[0] == pytest.approx(losses[1])
+    assert norm.num_batches_tracked == before + 4
