@@ -186,7 +186,9 @@ class Runner:
         # With vectorize=True, programs may rely on leading dims. And uncompiled steps precede a
         # recorded one, and a check would be recorded.
         at_once = (self.refuses_loops and not self._is_open) or is_recording()
-        mode: Mode | None = self.analyses.of(programs).get(_MODE, Mode.BATCHED if at_once else None)
+        analysis = self.analyses.of(programs)
+        default = (analysis.latest(_MODE) or Mode.BATCHED) if at_once else None
+        mode: Mode | None = analysis.get(_MODE, default)
         return mode
 
     def together(self, execution: Execution) -> bool:
@@ -334,6 +336,8 @@ class Runner:
             one = _without_slots(run) if run.leading is None else shared
             batch = BatchCheck(programs, run, one, mode, execution.name)
             compare_leading_dims(analysis, batch, self.refuses_loops)
+            if run.leading is not None:
+                analysis.put(_MODE, mode)  # the next fresh analysis begins with it
         if any(t.members for t in run.terms):
             compare_states(analysis, programs, run)
         if execution.check is not None:

@@ -426,6 +426,31 @@ def test_counts_are_mapped():
     check_way(*counts(torch.tensor([[2.0, 3.0, 1.0]]).expand(4, 3)), mode=Mode.MAPPED)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_plate_nesting": 1}])
+def test_a_mode_is_kept_where_loops_are_rejected(options, caplog):
+    """As in Pyro's tests: ``vectorize_particles=True, max_plate_nesting=1``."""
+    x, runs = data(4), []
+
+    def model():
+        runs.append(0)
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.softmax(1)[:, 0], 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(param("loc", 2), 0.8).to_event(1))
+
+    caplog.set_level(logging.INFO, "pyro_mcvae")
+    loss, counts = TraceIWAE_ELBO(3, vectorize_particles=True, **options), []
+    for _ in range(10):
+        before = len(runs)
+        loss.loss_and_grads(model, guide)
+        counts.append(len(runs) - before)
+    assert caplog.text.count("the model under vmap") == 1
+    assert [counts[i] for i in (2, 4, 5, 6, 8, 9)] == [1] * 6
+
+
 DERIVED = {
     "Beta": (lambda w: dist.Beta(w, 2.0), 0.4),
     "BetaBinomial": (lambda w: dist.BetaBinomial(w, torch.ones(4), 5), 2.0),
