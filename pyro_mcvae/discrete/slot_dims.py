@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro import poutine
@@ -386,6 +386,8 @@ _logger = logging.getLogger(__name__)
 # The cache key of whether the slots of the programs share a run.
 _IN_ONE_RUN = ("slots together",)
 
+T = TypeVar("T")
+
 
 class SlotSampler:
     """
@@ -401,17 +403,22 @@ class SlotSampler:
         self.sampler, self.options = sampler, options
         self._warn = WarnOnce(_logger)
 
-    def runs(self, programs: Programs) -> list[SlotRun] | None:
+    def runs_or(self, programs: Programs, by_rows: Callable[[], T]) -> list[SlotRun] | T:
         """
         Return one vectorized run, or one run per particle, all on one minibatch.
 
-        :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
+        :param by_rows: samples slots in rows instead. Its result is returned for programs whose
+            slots cannot share a run, in a leading dim or under vmap.
         """
         analyses = self.sampler.analyses
-        analysis = analyses.of(programs)
-        if analysis.latest(_IN_ONE_RUN) is False:
-            return None
-        with analyses.rewindable(programs, analysis.get(_IN_ONE_RUN) is None) as rewind:
+        asked = analyses.of(programs)
+        with analyses.rewindable(programs, asked.get(_IN_ONE_RUN) is None) as rewind:
+            if asked.latest(_IN_ONE_RUN) is False:
+                result, analysis = by_rows(), analyses.of(programs)
+                if analysis is asked or analysis.get(_IN_ONE_RUN) is False:
+                    analysis.put(_IN_ONE_RUN, False)
+                    return result
+                rewind()  # these are other operations, whose slots may share a run
             try:
                 runs = [slot_run_of(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:
@@ -421,16 +428,14 @@ class SlotSampler:
                     f"the slots of all discrete sites of a datum are summed jointly, each with its "
                     f"full weight: {getattr(error, 'reason', error)}"
                 )
-                analysis.compared(_IN_ONE_RUN, lambda: False)
+                analyses.of(programs).compared(_IN_ONE_RUN, lambda: False)
                 rewind()
-                return None
+                result = by_rows()
+                # Runs with rows have other operations, and may have replaced the analysis.
+                analyses.of(programs).put(_IN_ONE_RUN, False)
+                return result
         analyses.of(programs).compared(_IN_ONE_RUN, lambda: True)
         return runs
-
-    def stay_in_rows(self, programs: Programs) -> None:
-        """Use rows in later steps, too. Call this after the runs with rows."""
-        # A run with rows has other operations, and may have replaced the analysis.
-        self.sampler.analyses.of(programs).put(_IN_ONE_RUN, False)
 
     def ancestors(
         self, programs: Programs, slot_run: SlotRun

@@ -569,9 +569,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
             return averaged_estimate(self._without_slots(programs))
-        slot_runs = self._slots.runs(programs)
-        if slot_runs is None:
-            return self._estimate_by_rows(programs)
+        by_rows = partial(self._rows.sample, self.sampler, programs)
+        slot_runs = self._slots.runs_or(programs, by_rows)
+        if isinstance(slot_runs, tuple):
+            return self._estimate_by_rows(programs, *slot_runs)
         sums = [SlotSums(run, self._slots.ancestors(programs, run)) for run in slot_runs]
         wanted = torch.is_grad_enabled()
         parts = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
@@ -594,10 +595,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 
-    def _estimate_by_rows(self, programs: Programs) -> Estimate:
+    def _estimate_by_rows(
+        self, programs: Programs, sample: WeightedParticles, draws: SlotDraws | None
+    ) -> Estimate:
         """Estimate with whole weights, for models and guides whose slots cannot be in dims."""
-        sample, draws = self._rows.sample(self.sampler, programs)
-        self._slots.stay_in_rows(programs)
         slots = SlotAverage.of(sample, draws, common=False)
         if slots.weight is None:
             return averaged_estimate(sample)
