@@ -118,6 +118,7 @@ def test_memory_is_counted():
     assert memory.peak(make, "cpu", warmup=2) == 1 + 3 + 2
 
 
+@pytest.mark.slow
 def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
     small = [Specialization(name, size=2, batch=3, latent=4) for name in ("SGVB", "SIS")]
     small.append(Specialization("Truncated", size=4, batch=3, latent=64))

@@ -135,6 +135,7 @@ def test_the_first_step_trains_them():
     assert all(changed.values()), changed
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_trains_them_alike():
     plain, compiled = objective(), objective()
     losses = train(plain, 12)

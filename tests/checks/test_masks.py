@@ -146,6 +146,7 @@ def test_draws_of_missing_entries_are_those_of_their_prior():
     assert bool((((x - z).var(0) - 1).abs() < 4 * math.sqrt(2 / 1500)).all())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_padded_series_lie_between_their_bounds():
     result = sandwich(
@@ -336,15 +337,18 @@ class TestTransportedLatents:
         model = NeuTraReparam(first).reparam(self.model)
         return model, called(AutoNormal(model, init_scale=1.6))
 
+    @pytest.mark.slow
     def test_their_evidence_is_that_of_the_model(self):
         covariance = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
         exact = dist.MultivariateNormal(torch.zeros(2), covariance).log_prob(self.Y)
         assert_near(log_evidence(*self.programs(), num_particles=1000), exact)
 
+    @pytest.mark.slow
     def test_their_priors_are_no_likelihoods(self):
         draws = refine(*self.programs(), num_samples=4)
         assert list(draws.log_likelihood) == list(draws.observed) == ["y"]
 
+    @pytest.mark.slow
     def test_data_cannot_be_drawn_from_them(self):
         with pytest.raises(
             ValueError, match="'a' of the model is a point mass with another density"
@@ -424,6 +428,7 @@ def test_different_masks_of_model_and_guide_are_logged(caplog):
     assert "x_unobserved" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_mask_that_removes_entries_of_a_later_minibatch_alone():
     """The first series are full, so that the first analysis has nothing to compare."""
 

@@ -128,6 +128,7 @@ def test_a_mask_of_the_guide_alone_leaves_a_prior_without_a_draw():
     refused(programs(around(KEPT), lambda z: z * KEPT, of_model=around(True)))
 
 
+@pytest.mark.slow
 def test_padded_series_are_right_until_the_data_read_them():
     lengths = torch.tensor([3, 2, 1])
 

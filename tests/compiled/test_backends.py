@@ -25,6 +25,7 @@ from pyro_mcvae.compiled.tracer import trace
 from tests.compiled.programs import Net, batches, make, train
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler here")
@@ -173,6 +174,7 @@ def test_the_rounding_of_large_terms_that_cancel_is_no_error() -> None:
         check_kernels(lambda *_: [expected * (1 + 30 * rounding)], graph, [*constants, x])
 
 
+@pytest.mark.slow
 def test_kernels_are_compared_at_later_uses_too(caplog: pytest.LogCaptureFixture) -> None:
     """From their ninth call on these are wrong, which the next comparison finds."""
 

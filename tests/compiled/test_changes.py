@@ -63,6 +63,7 @@ def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
     assert uses(loss) == 4 + 2 + 2
 
 
+@pytest.mark.slow
 def test_training_modes() -> None:
     net = make(dropout=0.5)
     loss = CompiledELBO(TraceSGVB_ELBO(), "eager")

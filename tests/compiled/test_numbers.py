@@ -63,6 +63,7 @@ def test_layers_whose_kernels_depend_on_the_grad_mode() -> None:
     assert uses(assert_same_run(TraceSGVB_ELBO, recurrent=True)) == 10
 
 
+@pytest.mark.slow
 def test_step_sizes_adapt_and_the_record_of_the_step_is_the_last_one() -> None:
     result = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
@@ -158,6 +159,7 @@ def test_one_hot_draws_and_labels(make_loss: Callable[[], Any]) -> None:
     assert not reasons(compiled)
 
 
+@pytest.mark.slow
 def test_plates_that_are_looped_over() -> None:
     """Pyro reads the indices of such a plate; in another order they are another step."""
     data, order = torch.randn(2, 2), torch.tensor([1, 0])

@@ -139,6 +139,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "in_one_file", contextlib.nullcontext)
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_of_masked_minibatches(
     no_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
+from tests.cases import some_slow
 from tests.compiled.programs import reasons, uses
 
 N, H = 12, 6
@@ -90,9 +91,7 @@ def trained(
 
 
 # The others are quicker, and of the same kind.
-_KINDS = [
-    pytest.param(k, marks=[pytest.mark.slow] * (k in ("looped", "classes"))) for k in SEARCHES
-]
+_KINDS = some_slow(SEARCHES, "looped", "classes", "global latents, the prior's draws")
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -107,6 +106,7 @@ def test_a_recorded_search_finds_the_states_of_the_plain_one(kind: str) -> None:
     assert uses(loss) >= 5
 
 
+@pytest.mark.slow
 def test_a_prior_whose_bits_become_likely() -> None:
     """A density that is computed in different ways for likely and unlikely bits would differ."""
 

@@ -146,6 +146,7 @@ def test_modules_in_bfloat16(name, device):
     assert 0 < abs(losses[1] - losses[0]) < 0.05 * abs(losses[0])
 
 
+@pytest.mark.slow
 @objectives
 def test_a_replayed_step_is_the_plain_one_and_reads_once(name, device):
     make, programs = OBJECTIVES[name]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pyro_mcvae
+from tests.cases import some_slow
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = re.compile(r"^```(?:python|\{code-block\} python)\n(.*?)^```$", re.M | re.S)
@@ -26,6 +27,7 @@ PROGRAMS = [
     *("chains_and_draws.md", "choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md"),
     *("programs.md", "recipes.md", "special_cases.md", "upstream.md"),
 ]
+LONG = "chains_and_draws.md", "choose.md", "diagnose.md", "recipes.md"
 
 
 # Numbers that are smaller here, of pages that print no result of theirs.
@@ -48,7 +50,7 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.parametrize("page", some_slow(PROGRAMS, *LONG))
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (DOCS / page).read_text(encoding="utf-8")

@@ -206,6 +206,7 @@ def test_learned_control_variates_leave_the_mean(name, kind, k):
     assert_means(with_input(PROGRAMS[name]), elbo)
 
 
+@pytest.mark.slow
 def test_a_site_that_all_data_share_is_drawn_with_its_score():
     """Once a step, around the sums of the data's own sites."""
     elbo = TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL)

@@ -107,6 +107,7 @@ def test_a_finite_divergence_that_a_rule_of_pytorch_calls_infinite_is_drawn(pair
     assert abs(drawn) < 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Ambiguous kl_divergence")
 def test_a_rule_is_infinite_only_where_draws_leave_the_support():
     for pair in itertools.product(FAMILIES, FAMILIES):

@@ -112,6 +112,7 @@ def test_joint_weight_is_exact_where_the_joint_guide_is():
     assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
 
 
+@pytest.mark.slow
 def test_joint_bound_rises_above_that_of_a_single_global_draw():
     exact = HierarchicalGaussian(N=3)
     joint = values(TraceIWAE_ELBO(200, joint=True, vectorize_particles=True), exact, 60)
@@ -121,6 +122,7 @@ def test_joint_bound_rises_above_that_of_a_single_global_draw():
     assert_mean(once, exact.global_bound(), sigmas=6)
 
 
+@pytest.mark.slow
 def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_falls():
     # Rainforth et al. (2018): the guide's gradient has signal-to-noise 1/sqrt(K) with reparam,
     # Tucker et al. (2019): sqrt(K) with dreg.
@@ -415,7 +417,7 @@ SAME_MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(SAME_MEANS, "scales"))
+@pytest.mark.parametrize("name", some_slow(SAME_MEANS, "scales", "chain", "flow", "mask", "order"))
 def test_every_estimator_has_the_mean_of_reparam(name):
     make, estimators = SAME_MEANS[name]
     programs, count, means = make(), 20, {}

@@ -210,6 +210,7 @@ def test_messenger_guides_score_continuous_draws():
     assert_mean(pyro.param("loc").grad, 0.2 + (0.2 - 0.7))
 
 
+@pytest.mark.slow
 def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
     def sequence(observe):
         y = None

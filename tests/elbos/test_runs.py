@@ -758,6 +758,7 @@ def test_a_file_is_warned_of_once(tmp_path, caplog):
     assert "'lines'" in text
 
 
+@pytest.mark.slow
 def test_losses_that_are_compared_begin_with_the_same_counters():
     state, total, shown = {"calls": 0}, torch.zeros(()), Tally()
 

@@ -60,7 +60,7 @@ def averaged(particles, **options):
     ("name", "analytic_kl"),
     # Every second model with one estimator; the others among the slow tests.
     [
-        pytest.param(n, b, marks=() if i % 4 == 2 * b + 1 else pytest.mark.slow)
+        pytest.param(n, b, marks=() if i % 8 == 4 * b + 1 else pytest.mark.slow)
         for i, n in enumerate(EXACT)
         for b in (False, True)
     ],

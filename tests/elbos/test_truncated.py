@@ -364,6 +364,7 @@ def test_a_linear_decoder_is_binary_sparse_coding():
     assert torch.allclose(result, (second.sum(0) @ weight - first.t() @ x) / scale**2)
 
 
+@pytest.mark.slow
 def test_local_latents_of_the_guide_may_have_no_reparameterization():
     """E_q(w) of the free energy and its gradient, by enumerating w as well."""
     logits = torch.tensor([0.3, -0.2], requires_grad=True)

@@ -252,6 +252,7 @@ def test_inference_data_take_draws():
             to_inference_data(given)
 
 
+@pytest.mark.slow
 def test_the_worst_are_counted():
     result = report(model, guide, X, num_particles=5)
     for count in (0, -1, "a", None, 2.5):

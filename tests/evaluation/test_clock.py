@@ -211,6 +211,7 @@ def test_chains_that_ended_are_returned(time, caplog):
     assert whole.num_particles == 40
 
 
+@pytest.mark.slow
 def test_a_report_names_the_chains_that_did_not_end(time, caplog):
     model, guide = programs(time, 0.3)  # with heavy tails, so that chains run
     whole = report(model, guide, X, seed=0)
@@ -275,6 +276,7 @@ def test_fewer_draws_of_the_posterior(time, caplog):
         refine(*programs(time), X, num_samples=40, time_budget=3, **options)
 
 
+@pytest.mark.slow
 def test_whole_simulations_of_a_sandwich(time):
     model, guide = programs(time)
     begin = time.seconds
@@ -288,6 +290,7 @@ def test_whole_simulations_of_a_sandwich(time):
     assert torch.equal(part.upper, whole.upper[:count])
 
 
+@pytest.mark.slow
 def test_each_loss_has_an_equal_part_of_the_budget(time, monkeypatch):
     model, guide = programs(time)
     monkeypatch.setattr("pyro_mcvae.evaluation.compare.time.perf_counter", time)
@@ -319,6 +322,7 @@ def test_lines_reach_the_log_without_a_configuration(time, caplog):
     assert len([r for r in caplog.records if "draws after" in r.getMessage()]) > 10
 
 
+@pytest.mark.slow
 def test_a_search_for_labellings_that_does_not_end_is_named(time, caplog, monkeypatch):
     """Then nothing is added: the evidence is that of one labelling."""
 
@@ -349,6 +353,7 @@ def test_a_search_for_labellings_that_does_not_end_is_named(time, caplog, monkey
     assert "no search for exchangeable components" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_ensemble_returns_the_draws_of_its_transitions(time):
     """Without a guide: a budget ends the chains, which say so; or nothing is known yet."""
     model, _ = programs(time)

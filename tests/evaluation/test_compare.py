@@ -22,6 +22,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.elbos.base import Estimate
 from pyro_mcvae.evaluation.compare import Comparison, TrainedCopy
+from tests.cases import every
 from tests.models import ConjugateGaussian
 
 LOSSES = {
@@ -65,7 +66,7 @@ def run(programs, losses, **options):
     return compare(model, guide, *args, losses=losses, optim=Adam({"lr": 0.1}), **options)
 
 
-@pytest.mark.parametrize("make", [functions, networks])
+@pytest.mark.parametrize("make", every(2, [functions, networks]))
 def test_copies_know_nothing_of_each_other(make):
     """Each has the steps that it has alone, and the judgement of the values that it leaves."""
     programs = make()
@@ -85,6 +86,7 @@ def test_copies_know_nothing_of_each_other(make):
     assert len({tuple(f.bounds) for f in result.values()}) == len(losses)
 
 
+@pytest.mark.slow
 def test_programs_begin_again_where_they_were():
     programs = networks()
     run(programs, {"ELBO": Trace_ELBO()})
@@ -166,6 +168,7 @@ def test_it_trains_on_batches_and_judges_what_it_is_given():
         run((both.model, both.guide, (data,)), {"ELBO": Trace_ELBO()}, batches=[])
 
 
+@pytest.mark.slow
 def test_an_epoch_is_a_pass_over_the_batches():
     both, data = Networks(), torch.randn(10, 3)
     both.decoder = nn.Linear(2, 3)

@@ -98,6 +98,7 @@ def test_chains_find_the_evidence(name, kernel):
     assert result.acceptance.shape == ((3,) if kernel is None or kernel.adjusted else (4,))
 
 
+@pytest.mark.slow
 def test_chains_tighten_the_bound():
     exact = ConjugateGaussian(N=20)
     plain = log_evidence(exact.model, exact.guide, num_particles=500)
@@ -229,6 +230,7 @@ def test_point_masses_of_globals_are_given():
     assert torch.allclose(result.total, prior + result.log_evidence.sum())
 
 
+@pytest.mark.slow
 def test_auto_guides_are_weighed_together():
     x = torch.tensor([0.3, -1.0, 2.0])
     covariance = 2 * torch.eye(3) + 1

@@ -250,6 +250,7 @@ def test_the_number_of_components_that_is_preferred_is_the_right_one():
     assert "not known" in str(result)
 
 
+@pytest.mark.slow
 def test_a_report_knows_them_and_looks_from_the_prior():
     model, exact = mixture(2)
     result = report(model, normal(-2.8, 2.9), num_particles=1000)

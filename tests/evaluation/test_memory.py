@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae import MALA, log_evidence
+from tests.cases import every
 from tests.models import ProbabilisticPCA
 
 
@@ -49,7 +50,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", every(2, WAYS))
 def test_more_particles_take_no_more_memory(way):
     exact = ProbabilisticPCA(p=30, N=20)
     evaluator, options = WAYS[way]
@@ -63,7 +64,7 @@ def test_more_particles_take_no_more_memory(way):
     assert 8 * 25 * 20 * 30 < few <= many < few + 4 * tail
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", every(2, WAYS, 1))
 def test_a_chunk_has_the_memory_that_it_says(monkeypatch, way):
     """By default, a few times that of the numbers which it draws."""
     monkeypatch.setattr("pyro_mcvae.evaluation.weights._CHUNK", 1 << 17)

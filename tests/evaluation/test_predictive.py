@@ -113,6 +113,7 @@ def test_minibatches_have_the_indices_of_their_data(groups):
     assert (data.groups["observed_data"]["x"] == exact.x[draws.coords["data"]].numpy()).all()
 
 
+@pytest.mark.slow
 def test_predictive_of_pyro_takes_draws_of_computed_and_reparameterized_sites():
     """From the non-centered parameterization of the same model."""
 

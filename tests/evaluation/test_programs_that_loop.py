@@ -46,6 +46,7 @@ def test_a_layer_whose_weights_are_drawn_has_its_exact_evidence():
     assert abs(result.log_evidence - exact()) < 4 * result.standard_error
 
 
+@pytest.mark.slow
 def test_a_recurrent_decoder_is_judged():
     class Decoder(nn.Module):
         def __init__(self):

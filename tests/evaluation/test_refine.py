@@ -174,6 +174,7 @@ def test_chunks_have_the_law_of_the_whole():
     assert draws.log_weight.shape == (1500, 10)
 
 
+@pytest.mark.slow
 def test_globals_may_stay_the_guides():
     exact = HierarchicalGaussian(N=4)
     draws = refine(exact.model, exact.guide, num_samples=80, num_particles=30, joint=False)
@@ -252,6 +253,7 @@ def test_a_narrow_guide_is_warned_of():
         refine(exact.model, exact.guide, num_samples=500, num_particles=10)
 
 
+@pytest.mark.slow
 def test_the_remedy_for_short_chains_is_the_call_without_options():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact", log_s=-2.5)

@@ -48,6 +48,7 @@ def test_draws_do_not_depend_on_the_scales_of_latents(scale, correlated):
     assert_near(draws["b"], mean, sd)
 
 
+@pytest.mark.slow
 def test_affine_maps_of_latents_map_the_draws():
     factor = torch.tensor([[1e3, 0.0], [0.999e-3, 1e-3 * (1 - 0.999**2) ** 0.5]])
 
@@ -128,6 +129,7 @@ def test_draws_of_any_number_come_from_the_chains_of_all_starts(count, monkeypat
     assert draws._diagnostics(torch.ones(count)) == ("", "")
 
 
+@pytest.mark.slow
 def test_modes_that_do_not_mix_are_not_trusted(briefly):
     """Ten coordinates between chains that the fitted normal densities do not propose: two rings."""
 
@@ -170,6 +172,7 @@ def test_flat_priors(form):
     assert_near(draws["s"], 2.5, torch.tensor(5.0).sqrt() / 2)
 
 
+@pytest.mark.slow
 def test_a_cholesky_factorization_that_fails_rejects_a_proposal(monkeypatch):
     monkeypatch.setattr(ensemble, "_CHAINS", 40)  # all are run one by one where one fails
 
@@ -334,6 +337,7 @@ def test_draws_that_are_selected_by_weight_have_the_means_of_the_posterior():
     assert bool((error < 0.05 + 4 / 20_000**0.5).all())
 
 
+@pytest.mark.slow
 def test_a_guide_whose_training_has_not_converged_is_named():
     y = torch.full((20,), 8.0)
 
@@ -405,6 +409,7 @@ def test_normal_scores_of_equal_draws_are_equal():
     assert scores.sum() == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_neck_that_chains_do_not_enter_is_not_trusted(briefly):
     """A funnel: half of the mass of ``s`` is where the scales of ``z`` are 0.03 and less."""
 

@@ -247,6 +247,7 @@ def test_what_is_doubtful():
     assert few.doubtful.tolist() == [False] + [True] * 6
 
 
+@pytest.mark.slow
 def test_chains_look_where_the_weights_leave_doubt():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact", log_s=-1.2)
@@ -372,6 +373,7 @@ def test_draws_have_a_verdict_of_their_own(k, size, suffice):
     assert "The guide cannot be used instead of the posterior." in text
 
 
+@pytest.mark.slow
 def test_training_that_has_not_converged_is_detected_on_a_copy():
     y = torch.linspace(5.0, 6.0, 50)
 
@@ -484,6 +486,7 @@ def test_no_search_is_claimed_where_chains_from_the_prior_were_not_compared(size
         assert result.misses or "if no mode is missed" in str(result).replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_chains_from_the_prior_that_find_more_are_the_evidence():
     """Centered eight schools: chains from a fitted guide stay where its scale is."""
     y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
@@ -542,6 +545,7 @@ def test_unreliable_chains_are_named_also_for_one_candidate():
         refine(model, guide, num_samples=100, num_particles=1, schedule=2, kernel=HMC(0.01))
 
 
+@pytest.mark.slow
 def test_a_k_hat_that_is_good_by_chance_is_no_missed_mode():
     # The posterior is N(x / 2, 1 / 2), so this guide covers it, with heavy tails for every datum.
     torch.manual_seed(0)

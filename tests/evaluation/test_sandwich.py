@@ -179,6 +179,7 @@ def test_global_latents_and_auto_guides(name):
     assert float(result.mean_gap) > 0
 
 
+@pytest.mark.slow
 def test_point_masses_stay():
     auto = AutoGuideList(hierarchical)
     auto.append(AutoDelta(pyro.poutine.block(hierarchical, expose=["theta"])))
@@ -193,6 +194,7 @@ def test_point_masses_stay():
     assert float((result.upper[0] - exact).mean()) > -0.05
 
 
+@pytest.mark.slow
 def test_globals_drawn_once_stay():
     seen = Seen(hierarchical_guide)
     result = sandwich(
@@ -203,6 +205,7 @@ def test_globals_drawn_once_stay():
     assert 0 < float(result.mean_gap) < 0.3
 
 
+@pytest.mark.slow
 def test_data_that_are_no_argument_are_given():
     data = torch.zeros(300)
 
@@ -234,6 +237,7 @@ def test_keyword_arguments_and_nested_ones_are_replaced():
     assert float(result.mean_gap) < 0.2
 
 
+@pytest.mark.slow
 def test_minibatches_come_with_their_arguments():
     def sub_model(x):
         with pyro.plate("data", len(x), subsample_size=50) as index:

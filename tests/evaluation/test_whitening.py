@@ -110,6 +110,7 @@ class Scales:
         )
 
 
+@pytest.mark.slow
 def test_a_badly_scaled_posterior():
     scales = Scales()
     plain, white = (scales.evaluate(0, kind) for kind in ("noise", "whitened"))

@@ -245,6 +245,7 @@ def test_the_free_energy_its_gradient_and_the_closed_forms():
     assert torch.allclose(sigma, ((q * residual).sum() / 7).sqrt())
 
 
+@pytest.mark.slow
 def test_algorithm_1_of_tvae_never_lowers_the_free_energy():
     """With the paper's parents, flips, crossover and generations."""
     weight = torch.randn(6, 4).double()

@@ -105,6 +105,7 @@ def test_the_papers_networks() -> None:
     assert len(result[0].unique()) > 700
 
 
+@pytest.mark.slow
 def test_all_of_the_papers_networks_are_trained(tmp_path: Path) -> None:
     images = torch.rand(4, 784).bernoulli()
     vae = mnist.VAE(mnist.Task("MNIST", images, images, 1, 28, True), None, 64)

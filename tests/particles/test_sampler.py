@@ -15,6 +15,7 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import PARTICLE_PLATE
+from tests.cases import every
 from tests.params import in_turn
 from tests.tally import Tally
 from tests.zoo import EXAMPLES, data, nested, plain, subsampled
@@ -537,6 +538,7 @@ def test_nested_plates_are_found_in_either_order():
     assert sampler().sample(nested(2).programs).log_weight.shape == (K, 2, 4)
 
 
+@pytest.mark.slow
 def test_plates_over_a_drawn_number_of_objects():
     """Each particle has plates of its own size: the evidence is that of the mixture over sizes."""
     x = torch.tensor(1.7)
@@ -603,7 +605,7 @@ def test_draws_that_cross_the_particles_are_refused(nesting):
 
 
 @pytest.mark.parametrize("couples", [False, True])
-@pytest.mark.parametrize("make", [TraceIWAE_ELBO, TraceSIS_ELBO])
+@pytest.mark.parametrize("make", every(2, [TraceIWAE_ELBO, TraceSIS_ELBO]))
 def test_calls_that_share_other_sites_in_turn_run_once_each(make, couples):
     """Running statistics count each step once, and a seed gives the draws of a new objective."""
     norm = torch.nn.BatchNorm1d(1).double()

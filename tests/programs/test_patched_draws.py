@@ -134,6 +134,7 @@ def test_the_gradient_of_a_mean_over_a_mixture(shared, size, wrap):
     assert_mean(torch.stack(result), gradient(exact, parameters))
 
 
+@pytest.mark.slow
 def test_guides_draw_mixtures_so():
     """The ELBO's gradient through the draws is that of their score function."""
     (locs, scales, _), kind = mixture(False, 2)

@@ -187,6 +187,7 @@ def stopping_guide(x):
             pyro.sample(f"z{i}{t}", dist.Normal(1.0, 0.9))
 
 
+@pytest.mark.slow
 def test_branches_on_a_datums_own_latents_leave_its_weight(caplog):
     x = torch.tensor([0.5, 1.8])  # few, as each combination of branches is analysed
     elbo, count = TraceIWAE_ELBO(20), 6

@@ -145,6 +145,7 @@ class Line:
         return dict(zip(self.values, torch.autograd.grad(evidence, (w, b)), strict=True))
 
 
+@pytest.mark.slow
 def test_persistent_chains_forget_a_poor_guide():
     def bias(exact, count, block, **options):
         """In standard errors, of the mean of blocks: chains are correlated in time."""

@@ -397,6 +397,7 @@ def test_missing_data():
     assert (dreamt == 99).tolist() == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_arguments_made_from_a_dream():
     table = make_data()
 

@@ -57,6 +57,7 @@ def assert_distinct(guide):
 mutations = UniformFlips(), InformedFlips(), InformedFlips(uniform=0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     st.sampled_from(mutations),
@@ -474,6 +475,7 @@ def test_states_that_were_made_in_inference_mode_train():
     assert torch.equal(result[0][2], result[1][2])
 
 
+@pytest.mark.slow
 def test_a_zero_inflated_count_has_its_exact_evidence():
     """Whose batch shape is a plain tuple in Pyro."""
     x = torch.tensor([0.5, 7.2, 3.3])

@@ -90,6 +90,7 @@ def test_counts_that_the_prior_never_draws_are_found(num_states):
     assert ((result < exact + 1e-9) & (result > exact - 0.6)).all()
 
 
+@pytest.mark.slow
 def test_nearly_all_states_have_nearly_all_of_the_evidence():
     seen = SEEN[:, 0]
     exact = dist.Poisson(1.0).log_prob(seen)

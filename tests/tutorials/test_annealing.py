@@ -79,6 +79,7 @@ def test_the_maximum_of_the_rings_likelihood() -> None:
     assert ring.most_likely(x) == pytest.approx((ring.XI, ring.ZETA), abs=0.06)
 
 
+@pytest.mark.slow
 def test_real_nvp_has_a_density() -> None:
     """The density of a guide with coupling layers integrates to one."""
     guide, x = ring.Guide(layers=3), torch.tensor([ring.X])

@@ -82,6 +82,7 @@ def test_all_go_on_from_the_same_pretrained_model(tmp_path: Path) -> None:
     assert starts[0, "ELBO"] != starts[1, "ELBO"]
 
 
+@pytest.mark.slow
 def test_training_stops_at_the_time_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def single_precision():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_few_states_hold_the_evidence_of_the_bars():
     bars, images = load("bars"), torch.arange(500)
     model = bars.true_model(bars.make_data(500)[0])
@@ -67,9 +68,9 @@ def test_the_best_start_is_kept(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_bars_are_found_from_any_start(tmp_path):
-    # With a linear decoder most starts find them.
-    argv = ["--seeds", "10", "--linear", "--epochs", "60", "--output", str(tmp_path / "bars.png")]
-    assert load("bars").main(argv) >= 8
+    # With a linear decoder most of the four starts of a seed find them.
+    argv = ["--seeds", "3", "--linear", "--epochs", "60", "--output", str(tmp_path / "bars.png")]
+    assert load("bars").main(argv) == 3
 
 
 @pytest.mark.parametrize(
