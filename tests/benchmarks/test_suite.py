@@ -44,6 +44,7 @@ def test_both_sides_have_one_bound(objective, decoder):
     assert abs(ours.mean() - theirs.mean()) < 4.5 * error
 
 
+@pytest.mark.slow
 def test_the_rao_blackwellized_step_has_the_bound_and_gradient():
     case = Specialization("RB", size=1, batch=3, latent=4)
     x = torch.rand(3, suite.PIXELS).bernoulli()

@@ -127,12 +127,14 @@ def test_padded_series_whose_observations_alone_are_masked():
     assert bool((bounds.per_datum - exact_ragged()).abs().max() < 0.3)
 
 
+@pytest.mark.slow
 def test_one_vector_of_all_latents_has_the_evidence_of_all_data():
     guide = called(AutoDiagonalNormal(ragged, **near(SERIES)))
     result = log_evidence(ragged, guide, num_particles=600, schedule=4, warmup=4)
     assert_near(result, exact_ragged().sum())
 
 
+@pytest.mark.slow
 def test_draws_of_missing_entries_are_those_of_their_prior():
     """Also where the entry is observed: the draw is one of what might have been."""
     guide = called(AutoNormal(imputing, init_scale=1.5))
@@ -180,6 +182,7 @@ def test_a_masked_latent_that_the_model_reads_is_refused():
         log_evidence(model, called(AutoNormal(model)))
 
 
+@pytest.mark.slow
 def test_a_prior_may_stand_in_a_factor():
     """``.mask(False)`` leaves the support alone, as Pyro's compartmental models have it."""
 
@@ -266,6 +269,7 @@ def test_masks_inside_of_an_event_are_those_around_it(way, guide_way):
     assert_near(result, exact)
 
 
+@pytest.mark.slow
 def test_an_auto_guide_of_a_model_with_masks_inside_of_an_event():
     model, exact = paired("inside")
     guide = called(AutoNormal(model, init_scale=0.8))

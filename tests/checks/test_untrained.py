@@ -167,6 +167,7 @@ def test_modules_need_no_store():
         assert not dict(pyro.get_param_store().named_parameters())
 
 
+@pytest.mark.slow
 def test_guides_without_parameters_never_need_to_run():
     def prior(x):
         with pyro.plate("data", len(x)):

@@ -124,6 +124,7 @@ def test_a_product_with_a_zero_reads_nothing():
     assert torch.allclose(TraceIWAE_ELBO(3).bounds(*pair).total, exact)
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_guide_alone_leaves_a_prior_without_a_draw():
     refused(programs(around(KEPT), lambda z: z * KEPT, of_model=around(True)))
 
@@ -300,6 +301,7 @@ def test_nothing_is_trained_by_a_step_that_is_refused():
     assert bool((pyro.param("loc") == 0).all())
 
 
+@pytest.mark.slow
 def test_marginals_over_inducing_values_as_of_gpytorch():
     """p(u) / q(u) p(x | f) with f from the marginal q(f): the ELBO is right, and no weight is."""
 

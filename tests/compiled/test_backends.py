@@ -191,6 +191,7 @@ def test_kernels_are_compared_at_later_uses_too(caplog: pytest.LogCaptureFixture
     assert result != pytest.approx(losses, rel=1e-8)
 
 
+@pytest.mark.slow
 def test_a_backend_of_torch_compile() -> None:
     losses, _ = train(make(), TraceSGVB_ELBO())
     result, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend="aot_eager"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs import outside_values
+from tests.cases import every
 from tests.compiled.programs import batches, make, reasons, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -51,6 +52,7 @@ def check(model: Any, loss: Any = None, guide: Any = guide, args: Any = (x,)) ->
     return compiled
 
 
+@pytest.mark.slow
 def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
     loss = check(normal_model)
     other = [torch.randn(5), torch.randn(3, dtype=torch.float32)]
@@ -118,6 +120,7 @@ def test_floats_take_the_type_of_what_they_meet(dtype: torch.dtype, default: tor
     assert uses(loss) == 3
 
 
+@pytest.mark.slow
 def test_arguments_in_containers_are_told_apart_by_their_structure() -> None:
     def model(batch: dict[str, Any], *normal: float) -> None:
         normal_model(batch["x"], *normal, *batch.get("normal", ()))
@@ -174,6 +177,7 @@ def test_values_that_a_step_computes_are_not_read_from_memory() -> None:
     assert re.search(r"reads a tensor's value \(.tolist\) at", reasons(check(model))[0])
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_replaced_or_made_later() -> None:
     loss, plain = check(normal_model), TraceSGVB_ELBO()
     pyro.clear_param_store()
@@ -321,7 +325,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", every(2, REFUSED))
 def test_what_cannot_be_recorded_runs_as_ever(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +390,7 @@ def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing(value: flo
     assert np.isfinite(svi.step(x))
 
 
+@pytest.mark.slow
 def test_new_kinds_of_calls_run_as_ever_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
     for size in range(1, 19):

@@ -59,6 +59,7 @@ def test_dropout_and_running_statistics(options: dict[str, Any]) -> None:
     assert uses(assert_same_run(TraceSGVB_ELBO, **options)) == 10
 
 
+@pytest.mark.slow
 def test_layers_whose_kernels_depend_on_the_grad_mode() -> None:
     assert uses(assert_same_run(TraceSGVB_ELBO, recurrent=True)) == 10
 
@@ -190,6 +191,7 @@ def test_plates_that_are_looped_over() -> None:
     assert not reasons(loss)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_the_plain_loss(tmp_path: Path) -> None:
     def svi(net: Any, loss: Any) -> SVI:
         return SVI(net.model, net.guide, pyro.optim.Adam({"lr": 0.01}), loss)

@@ -108,6 +108,7 @@ def sizes_of(counts: tuple[int, ...], **options: bool) -> list[int]:
     return [outlined(*recorded(Chain(k, **options), x)).size for k in counts]
 
 
+@pytest.mark.slow
 def test_a_chain_of_any_length_is_compiled_in_the_same_time() -> None:
     assert max(sizes_of((6, 16))) < 250
 

@@ -38,6 +38,7 @@ def way():
     return [(Path(c.co_filename).relative_to(PACKAGE).as_posix(), c.co_name) for c in codes]
 
 
+@pytest.mark.slow
 def test_a_step_goes_the_way_of_the_picture():
     drawn, result = LINE.findall(PICTURE), way()
     places = [result.index(line) for line in drawn]
@@ -45,6 +46,7 @@ def test_a_step_goes_the_way_of_the_picture():
     assert places == sorted(places)
 
 
+@pytest.mark.slow
 def test_the_picture_has_every_room_of_the_way():
     subpackages = {file.split("/")[0] for file, _ in LINE.findall(PICTURE)}
     assert subpackages == {file.split("/")[0] for file, _ in way()} - {"ops"}

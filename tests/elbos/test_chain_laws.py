@@ -161,6 +161,7 @@ def test_adaptation_reaches_its_target_in_training_and_only_there(cls, kernel):
     assert other.kernel.step_size() == before
 
 
+@pytest.mark.slow
 def test_a_few_diverged_chains_shorten_an_unadjusted_step():
     """Two data of a hundred are so exact that steps which suit the others lose their chains."""
     precision = torch.ones(100)

@@ -474,6 +474,7 @@ def test_a_support_that_moves_has_the_exact_gradient(name, estimator):
     assert (exact.abs() > 0.01).all()
 
 
+@pytest.mark.slow
 def test_a_mean_of_bounds_inside_the_logarithm_has_its_own_gradient_with_reparam():
     """The third bound of docs/special_cases.md; its value at fixed noise has this slope."""
     exact, step = HierarchicalGaussian(N=3), 1e-6

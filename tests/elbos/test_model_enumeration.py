@@ -77,6 +77,7 @@ SCALE = 0.8
 X = torch.tensor([-0.7, 0.4, 1.9], dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_global_latents_are_drawn_once_around_minibatches_of_sums():
     def model(subsample):
         with pyro.plate("components", 2):

@@ -384,6 +384,7 @@ def test_a_program_that_runs_only_with_an_enumerated_dim_is_refused_with_a_remed
         TraceRaoBlackwell_ELBO(k, **options).loss(model, guide, torch.zeros(12))
 
 
+@pytest.mark.slow
 def test_steps_of_an_enumerating_model_share_an_analysis(monkeypatch):
     """Slots in rows have other operations than slots in dims, which are tried first."""
     probs = torch.rand(2, 2, 3).softmax(-1)

@@ -177,6 +177,7 @@ def one_step(elbo, decoder, model, guide, x):
     return loss, [p.grad.clone() for p in decoder.parameters()]
 
 
+@pytest.mark.slow
 def test_recorded_steps_are_smoothed():
     parts = network()
     plain, compiled = (TraceSIS_ELBO(3, kernel=ULA(0.1)) for _ in range(2))

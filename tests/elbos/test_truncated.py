@@ -406,6 +406,7 @@ def test_local_latents_of_the_guide_may_have_no_reparameterization():
         assert ((drawn.mean(0) - exact_value).abs() <= 4.5 * error).all()
 
 
+@pytest.mark.slow
 def test_pyros_elbo_and_ours_agree_on_the_guide():
     """log p - log q of the truncated posterior is constant: its free energy."""
     guide = TruncatedPosterior(vector, 9)

@@ -313,6 +313,7 @@ def test_models_that_are_compared_share_a_budget(time, caplog):
     assert "compare_models: time_budget=16 ended" in caplog.text
 
 
+@pytest.mark.slow
 def test_lines_reach_the_log_without_a_configuration(time, caplog):
     """Outside a terminal, Python shows warnings of a logger without handlers."""
     log_evidence(*programs(time), X, num_particles=300, chunk_size=1)

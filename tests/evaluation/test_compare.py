@@ -199,6 +199,7 @@ class Fails(TraceSGVB_ELBO):
         return result
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_way_is_said_and_leaves_the_others_alone():
     programs = functions()
     steps = {"num_steps": 4, "num_checks": 4}
@@ -332,6 +333,7 @@ def improper(x):
         pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
 
 
+@pytest.mark.slow
 def test_priors_that_cannot_be_drawn_from():
     x = torch.tensor([1.0, 2.0, 4.0])
     guide = AutoNormal(improper, init_loc_fn=lambda site: torch.zeros(()))
@@ -374,6 +376,7 @@ def test_each_line_is_logged_once(caplog):
     assert len(lines) == len(set(lines))
 
 
+@pytest.mark.slow
 def test_compiled_losses_are_recorded(caplog):
     """Isolation hides the outer handlers, so that none of them would miss the sites."""
     losses = {"ELBO": TraceSGVB_ELBO(), "replayed": CompiledELBO(TraceSGVB_ELBO(), backend="eager")}
@@ -383,6 +386,7 @@ def test_compiled_losses_are_recorded(caplog):
     assert result["replayed"].bounds == result["ELBO"].bounds
 
 
+@pytest.mark.slow
 def test_the_plot_has_the_numbers():
     pytest.importorskip("matplotlib").use("agg")
     result = run(functions(), LOSSES)

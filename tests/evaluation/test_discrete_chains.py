@@ -37,6 +37,7 @@ def wide_guide(x):
         pyro.sample("z", dist.Normal(x / 2, 0.9))
 
 
+@pytest.mark.slow
 def test_chains_one_by_one_hold_their_draws():
     program = PROGRAMS["labels"]
     result = log_evidence(
@@ -108,6 +109,7 @@ def test_the_evidence_of_simulated_data_lies_between():
     assert -0.05 < result.mean_gap < 0.15
 
 
+@pytest.mark.slow
 def test_a_report_of_discrete_latents_takes_chains():
     program = PROGRAMS["labels"]
     result = report(program.model, program.guide, num_particles=300, schedule=10, warmup=4, seed=0)

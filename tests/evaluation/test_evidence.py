@@ -21,6 +21,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
     log_evidence,
 )
+from tests.cases import every
 from tests.estimates import assert_mean, called
 from tests.models import (
     BetaBernoulli,
@@ -60,7 +61,7 @@ LOOPED = ("NestedGaussian", "HierarchicalGaussian")
 
 
 @pytest.mark.parametrize(
-    ("name", "vectorize"), [*((n, True) for n in MODELS), *((n, False) for n in LOOPED)]
+    ("name", "vectorize"), every(2, [*((n, True) for n in MODELS), *((n, False) for n in LOOPED)])
 )
 def test_importance_sampling_finds_the_evidence(name, vectorize):
     exact = MODELS[name]()
@@ -87,7 +88,7 @@ KERNELS = {
 @pytest.mark.parametrize(
     ("name", "kernel"),
     # In turn: a kernel moves states, which may come from any program.
-    list(zip(CONTINUOUS, itertools.cycle(KERNELS))),
+    every(2, zip(CONTINUOUS, itertools.cycle(KERNELS))),
 )
 def test_chains_find_the_evidence(name, kernel):
     exact, kernel = CONTINUOUS[name](), KERNELS[kernel]

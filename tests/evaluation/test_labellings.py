@@ -233,6 +233,7 @@ def test_data_that_are_alike_are_no_components():
     assert_exact(result, float(exact))
 
 
+@pytest.mark.slow
 def test_the_number_of_components_that_is_preferred_is_the_right_one():
     """With one labelling alone two components would have log 2! too little beside one."""
     models = {f"{k}": mixture(k, x=X.sort().values) for k in (1, 2)}

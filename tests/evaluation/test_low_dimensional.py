@@ -55,6 +55,7 @@ def test_it_finds_the_evidence(make, coordinates):
     assert error.abs().mean() < 1.5 * result.standard_error.mean()
 
 
+@pytest.mark.slow
 def test_global_latents_have_one_evidence():
     exact = HierarchicalGaussian(N=2)
     result = low_dimensional_evidence(exact.model, exact.guide, num_draws=200, num_transitions=15)

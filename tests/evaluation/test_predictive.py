@@ -84,6 +84,7 @@ def test_a_sandwich_of_data_without_a_plates_dim_of_size_one():
     torch.testing.assert_close(result.lower, result.upper)  # the guide is the posterior
 
 
+@pytest.mark.slow
 def test_a_sandwich_on_a_model_with_deterministic_sites():
     result = sandwich(
         deterministic, its_guide, torch.zeros(3), num_simulations=3, schedule=4, warmup=4
@@ -95,6 +96,7 @@ def test_a_sandwich_on_a_model_with_deterministic_sites():
 BRIEF = {"num_particles": 1, "schedule": 2, "num_transitions": 2}
 
 
+@pytest.mark.slow
 def test_all_draws_have_names(groups):
     exact = NestedGaussian()
     data = to_inference_data(refine(exact.model, exact.guide, num_samples=12, **BRIEF))
@@ -135,6 +137,7 @@ def test_predictive_of_pyro_takes_draws_of_computed_and_reparameterized_sites():
     assert drawn["x"].shape == drawn["theta"].shape == (6, 3)
 
 
+@pytest.mark.slow
 def test_a_factor_has_a_likelihood_and_no_value(groups):
     def model(x=torch.zeros(3)):  # noqa: B008
         b = pyro.sample("b", dist.Normal(0.0, 1.0))

@@ -89,6 +89,7 @@ def test_draws_of_global_and_local_latents_have_the_posteriors_moments(way):
     assert_moments(together, mean, covariance.diagonal())
 
 
+@pytest.mark.slow
 def test_constrained_draws_are_in_their_own_space():
     exact = GammaPoisson(N=6)
     concentration, rate = exact.posterior()
@@ -98,6 +99,7 @@ def test_constrained_draws_are_in_their_own_space():
         assert_moments(draws["z"], concentration / rate, concentration / rate**2 * 1.0)
 
 
+@pytest.mark.slow
 def test_states_of_a_program_that_does_not_broadcast_are_drawn():
     """The model is run again for them in the way that its particles are run in."""
     data, kernel = torch.tensor([0.3, -0.2, 0.9]), torch.tensor([[[0.5, 1.0, -0.3]]])
@@ -332,6 +334,7 @@ def test_arviz_of_the_next_major_version_gets_every_group(monkeypatch):
     assert data["observed_data"]["x"].dims == ("individuals", "groups")
 
 
+@pytest.mark.slow
 def test_plots_of_arviz_take_the_draws(arviz):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

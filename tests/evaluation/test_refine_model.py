@@ -192,6 +192,7 @@ def test_a_cholesky_factorization_that_fails_rejects_a_proposal(monkeypatch):
     assert_near(draws["a"], mean, sd)
 
 
+@pytest.mark.slow
 def test_enumerated_sites_are_summed_and_drawn_last():
     def model():
         p = pyro.sample("p", dist.Beta(2.0, 2.0))
@@ -260,6 +261,7 @@ def test_options_of_chains_need_a_guide():
         refine(ConjugateGaussian(N=2).model, kernel=HMC())
 
 
+@pytest.mark.slow
 def test_the_argument_after_the_model_is_a_guide_if_it_is_callable():
     def model(f, x):
         with pyro.plate("data", len(x)):
@@ -377,6 +379,7 @@ def test_nothing_is_changed():
     assert network[1].training
 
 
+@pytest.mark.slow
 def test_draws_print_as_a_table_and_go_to_predictive():
     def model(x=None):
         with pyro.plate("data", 4):

@@ -85,6 +85,7 @@ def test_it_prints(cls):
     assert ("largest gaps" in text) == (result.gap.numel() > 1)
 
 
+@pytest.mark.slow
 def test_chains_look_at_the_same_minibatch():
     exact = ConjugateGaussian(subsample_size=5)
     result = report(exact.model, exact.guide, num_particles=4000, schedule=5, check_modes=False)
@@ -212,6 +213,7 @@ def test_what_chains_find_more_is_said():
     assert not bool(Report(plain, plain, ()).missed.any())
 
 
+@pytest.mark.slow
 def test_rows_say_what_is_the_guides_and_what_the_chains():
     exact = ConjugateGaussian(N=5)
     alone = str(report(exact.model, exact.guide, num_particles=50, run_chains=False))

@@ -123,6 +123,7 @@ def test_the_backward_weight_is_unbiased():
         assert abs(float(ratio.mean()) - 1) < 4.5 * float(ratio.std()) / 4_000**0.5
 
 
+@pytest.mark.slow
 def test_more_steps_close_the_gap():
     gaps = [
         float(
@@ -133,6 +134,7 @@ def test_more_steps_close_the_gap():
     assert gaps[1] < 0.5 * gaps[0]
 
 
+@pytest.mark.slow
 def test_unconstrained_latents():
     seen = Seen(counts_guide)
     result = sandwich(counts, seen, torch.ones(600), schedule=5, num_particles=2, warmup=8)
@@ -224,6 +226,7 @@ def test_data_that_are_no_argument_are_given():
     assert float(result.mean_gap) > 0
 
 
+@pytest.mark.slow
 def test_keyword_arguments_and_nested_ones_are_replaced():
     def wrapped(program):
         return lambda batch, scale=None: program(batch["x"])
@@ -267,6 +270,7 @@ def test_minibatches_come_with_their_arguments():
     assert 0 < float(result.mean_gap) < 0.3
 
 
+@pytest.mark.slow
 def test_observations_that_are_views_are_replaced():
     def rows(series):
         with pyro.plate("data", series.shape[1]):

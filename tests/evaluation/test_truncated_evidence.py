@@ -45,6 +45,7 @@ def test_evaluators_name_the_bound_that_a_truncated_posterior_has(evaluator):
     assert torch.allclose(guide.posterior().free_energy, exact())
 
 
+@pytest.mark.slow
 def test_held_out_data_have_a_guide_of_their_own():
     guide = TruncatedPosterior(binary, num_states=4)
     guide.fit()

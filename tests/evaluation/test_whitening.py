@@ -167,6 +167,7 @@ def test_masked_latents_stay_where_they_are():
     assert bool(((result.log_evidence - exact).abs() < 4 * result.standard_error + 1e-5).all())
 
 
+@pytest.mark.slow
 def test_draws_and_sandwiches_in_white_coordinates():
     scales = Scales(dim=3, condition=100.0)
     draws = refine(

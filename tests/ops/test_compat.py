@@ -480,6 +480,7 @@ def test_inductor_options():
         assert not config.fallback_random
 
 
+@pytest.mark.slow
 @of_inductor
 def test_kernels_of_inductor():
     compat = MODULES["private"]

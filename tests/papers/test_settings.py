@@ -323,6 +323,7 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
         color("cifar10", tmp_path)
 
 
+@pytest.mark.slow
 def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
     path = tmp_path / "image.png"
     imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)

@@ -170,6 +170,7 @@ def test_a_guide_that_does_not_broadcast_is_mapped_too():
     check_way(model, guide, mode=Mode.BOTH_MAPPED)
 
 
+@pytest.mark.slow
 def test_a_program_that_reads_a_latent_is_looped_and_says_so(caplog):
     def model():
         z = pyro.sample("z", dist.Normal(0.0, 1.0))

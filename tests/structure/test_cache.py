@@ -231,7 +231,8 @@ def test_an_argument_that_decides_what_is_executed_is_seen_at_once(flag, before,
 
 
 @pytest.mark.parametrize(
-    "place", [p for p in PLACES if p not in ("class of distributions", "builtin function")]
+    "place",
+    every(3, [p for p in PLACES if p not in ("class of distributions", "builtin function")]),
 )
 def test_a_value_outside_that_decides_what_is_executed_is_seen_at_once(place, monkeypatch):
     for module in (outer, inner):
@@ -329,6 +330,7 @@ def test_each_analysis_runs_its_experiments_once(monkeypatch):
         assert len(looks) == analyses  # the batched layout needs no check of its own here
 
 
+@pytest.mark.slow
 def test_a_recording_has_the_analysis_of_its_own_step():
     """Whichever flag the steps before it had: between two it has one weight, or two."""
     program = coupling(lambda tied: tied)
@@ -512,6 +514,7 @@ def test_positions_that_begin_to_couple_data_are_seen_at_once(name, compiled):
     assert losses[::2] == pytest.approx(losses[1::2], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_positions_that_change_at_each_step_make_no_analyses():
     """Rows of a table, labels and groups: only whether they move something is looked at."""
     runs = Tally()

@@ -361,6 +361,7 @@ def test_probe_runs_put_back_what_a_module_keeps(make):
     assert len(set(runs)) == 1, "a step that analyses the programs calls them as often as others"
 
 
+@pytest.mark.slow
 def test_a_comparison_at_the_first_parameters_is_made_again():
     gate = nn.Parameter(torch.tensor(0.0))
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))

@@ -66,6 +66,7 @@ def test_gradient_is_exact_after_long_chains(coordinates):
     assert_gradient(elbo, exact, fisher(exact), 24)
 
 
+@pytest.mark.slow
 def test_constrained_latents():
     class Learned(GammaPoisson):
         """z ~ Gamma(a, b) with a parameter b."""

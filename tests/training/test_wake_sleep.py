@@ -180,6 +180,7 @@ class Encoder(PyroModule):
             pyro.sample("z", dist.Normal(self.a * x, 0.5))
 
 
+@pytest.mark.slow
 def test_modules_train_with_torch_optimizers():
     x = make_data() - 0.5
     model, guide = Decoder(), Encoder()

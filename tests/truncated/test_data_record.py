@@ -44,6 +44,7 @@ def test_other_data_in_the_same_places_are_refused(minibatch):
             ask(other, index)
 
 
+@pytest.mark.slow
 def test_where_nothing_was_searched_or_all_states_are_kept_any_data_will_do():
     guide = TruncatedPosterior(model, 3)
     guide.posterior(X)

@@ -109,6 +109,7 @@ def test_a_datum_may_stand_twice_in_a_minibatch():
         assert_distinct(guide)
 
 
+@pytest.mark.slow
 def test_held_out_data_by_e_steps_with_frozen_parameters():
     test = X.flip(0)[:5] + 0.1
     held_out = TruncatedPosterior(lambda: model(x=test), 8)
@@ -451,6 +452,7 @@ def test_other_data_in_a_plate_without_indices_are_told_of():
         guide.fit(X.flip(0))
 
 
+@pytest.mark.slow
 def test_states_that_were_made_in_inference_mode_train():
     """Their gradient is that of a guide which never was in it."""
     result = []
