@@ -10,8 +10,8 @@ import math
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer import SVI, RenyiELBO, Trace_ELBO
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from torch import Tensor
 
 
@@ -104,6 +104,22 @@ def batch_norm(dim: int = 3, batch: int = 10, tries: int = 4000) -> tuple[float,
     return total / tries, -0.5 * dim * (1 + math.log(2 * math.pi))
 
 
+def renyi(draws: int = 400) -> tuple[float, float]:
+    """The loss of RenyiELBO under an AutoDiagonalNormal, and the least value of a bound's loss."""
+    x = torch.tensor([1.0, -1.0, 0.5])
+
+    def model() -> None:
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    guide = AutoDiagonalNormal(model, init_scale=0.7)
+    guide()
+    loss = RenyiELBO(alpha=0, num_particles=5, vectorize_particles=True, max_plate_nesting=1)
+    mean = sum(loss.loss(model, guide) for _ in range(draws)) / draws
+    return mean, -float(dist.Normal(0.0, 2**0.5).log_prob(x).sum())
+
+
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
@@ -117,6 +133,7 @@ def main() -> None:
         "Sylvester, 5 dims: log determinant": sylvester(),
         "Trace_ELBO, padded series": padded(),
         "BatchNorm, 3 dims: log density": batch_norm(),
+        "RenyiELBO, AutoDiagonalNormal: loss": renyi(),
     }
     print(f"{'':36} {'result':>7} {'exact':>7}")
     for name, (result, exact) in rows.items():

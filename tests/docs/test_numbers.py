@@ -220,6 +220,9 @@ def of_migration() -> list[str]:
         "mean log density {}; exact {} |".format(
             *pyro["`BatchNorm` in training mode, 3 dims: log density of ten draws"]
         ),
+        "loss {}; -log p(x) is {} |".format(
+            *pyro["`RenyiELBO` with an `AutoDiagonalNormal`: loss"]
+        ),
     ]
 
 
