@@ -103,6 +103,7 @@ class Execution:
     :ivar shared: the sites that all particles are assumed to share.
     :ivar find_shared: finds these sites from a run; None if they are certain. If they differ from
         the assumed ones, the run is repeated.
+    :ivar guesses: whether the assumed sites may be others, although the operations are known.
     :ivar depends: whether a run without leading dims depends on these sites, too.
     :ivar name: what the entries of the leading dims are, for errors.
     :ivar several: whether there may be leading dims (of slots) although ``count`` is None.
@@ -117,6 +118,7 @@ class Execution:
     subsamples: Minibatch = field(default_factory=Minibatch)
     shared: GlobalSites = _NONE
     find_shared: Callable[[Run], GlobalSites] | None = None
+    guesses: bool = False
     depends: bool = True
     name: Entries = PARTICLES
     several: bool = False
@@ -172,7 +174,6 @@ class Runner:
         self.analyses = analyses
         self.strict_enumeration = strict_enumeration
         self._vectorize = vectorize
-        self._has_run = False
 
     @property
     def refuses_loops(self) -> bool:
@@ -221,7 +222,7 @@ class Runner:
             densities change with leading dims. The message names the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        with self.analyses.rewindable(execution.key, not self._has_run) as rewind:
+        with self.analyses.rewindable(execution.key, execution.guesses) as rewind:
             while True:
                 try:
                     result = self._attempt(execution, self._layout(execution, count, shared))
@@ -273,7 +274,6 @@ class Runner:
         if actual != shared and (execution.depends or run.leading is not None):
             # The wrong sites were drawn once for all particles.
             return actual
-        self._has_run = True
         final = without_auxiliary(execution.programs, run, self.analyses)
         if not checked:
             self._check_run(execution, final, shared)

@@ -323,12 +323,11 @@ class ParticleSampler:
             noise = ModelNoise() if keep_noise else None
             return layout.run(programs, Substitutes(subsamples, fixed, sample_fn, attached, noise))
 
-        # Those of an earlier call like this one, whose run could not be repeated any more.
         known = self.analyses.of(programs).latest((_SHARED, programs.call.key))
-        shared = known or self._latest.global_sites
+        shared, guesses = known or self._latest.global_sites, known is None
         depends = make_sample_fn is not None or detach_latents
         execute, find_shared = partial(run_rows, {}, None), partial(self._shared_sites, programs)
-        execution = Execution(programs, execute, subsamples, shared, find_shared, depends)
+        execution = Execution(programs, execute, subsamples, shared, find_shared, guesses, depends)
         run = self.runner.run_together(execution, count) if count > 1 else None
         first = run or self.runner.run(execution, None)
         sample = WeightedParticles([first], [self._latest.block_of], self._latest)
