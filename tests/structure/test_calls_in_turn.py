@@ -10,6 +10,7 @@ from pyro import poutine
 
 from pyro_mcvae import (
     MALA,
+    CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -17,6 +18,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
+from tests.params import in_turn
 
 LOSSES = {
     "iwae": lambda: TraceIWAE_ELBO(3),
@@ -78,7 +80,77 @@ class Programs:
                 pyro.sample("z", dist.Normal(0.5 * loc, 1.0))
 
 
+def by_argument(programs):
+    return lambda x, parts: (programs.model, programs.guide, x, parts)
+
+
+def by_attribute(programs):
+    programs.parts = set()
+
+    def pair(x, parts):
+        programs.parts = parts
+        return model, guide, x
+
+    def model(x):
+        programs.model(x, programs.parts)
+
+    def guide(x):
+        programs.guide(x, programs.parts)
+
+    return pair
+
+
+def by_tensor(programs):
+    """The parts are read from a tensor, at each step from another one."""
+    names = sorted(set().union(*PARTS.values()))
+
+    def pair(x, parts):
+        return model, guide, x, torch.tensor([name in parts for name in names])
+
+    def chosen(flags):
+        return {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+
+    def model(x, flags):
+        programs.model(x, chosen(flags))
+
+    def guide(x, flags):
+        programs.guide(x, chosen(flags))
+
+    return pair
+
+
+def by_handler(programs):
+    """The model is made at each step."""
+    return lambda x, parts: (pyro.condition(programs.model, data={}), programs.guide, x, parts)
+
+
+WAYS = {
+    "argument": by_argument,
+    "attribute": by_attribute,
+    "tensor": by_tensor,
+    "handler": by_handler,
+}
 BY_DEFAULT = ("iwae", "sites"), ("sis", "sums"), ("ais", "data"), ("rao-blackwell", "discrete")
+
+
+def check(name, kind, way="argument", wrapped=lambda objective: objective):
+    programs, elbo, rng = Programs(), wrapped(LOSSES[name]()), random.Random(1)
+    pair, data, counted = WAYS[way](programs), torch.randn(5), 0
+    for step in range(16):
+        parts = {part for part in PARTS[kind] if rng.random() < 0.5}
+        x, trains = data[: 3 if "size" in parts else 5], rng.random() < 0.6
+        found = []
+        for objective in (elbo, LOSSES[name]()):
+            pyro.set_rng_seed(step)
+            programs.linear.zero_grad()
+            run = objective.loss_and_grads if trains else objective.loss
+            loss = run(*pair(x, parts))
+            gradient = programs.linear.weight.grad
+            slope = 0.0 if gradient is None else gradient.item()
+            found.append((loss, slope, torch.rand(()).item()))
+            counted += 1
+            assert programs.norm.num_batches_tracked == counted
+        assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +163,16 @@ BY_DEFAULT = ("iwae", "sites"), ("sis", "sums"), ("ais", "data"), ("rao-blackwel
 )
 def test_calls_in_turn_have_the_losses_of_new_objectives(name, kind):
     """Also their gradients, and the random state; and statistics count each step once."""
-    programs, elbo, rng = Programs(), LOSSES[name](), random.Random(1)
-    data, counted = torch.randn(5), 0
-    for step in range(16):
-        parts = {part for part in PARTS[kind] if rng.random() < 0.5}
-        x, trains = data[: 3 if "size" in parts else 5], rng.random() < 0.6
-        found = []
-        for objective in (elbo, LOSSES[name]()):
-            pyro.set_rng_seed(step)
-            programs.linear.zero_grad()
-            run = objective.loss_and_grads if trains else objective.loss
-            loss = run(programs.model, programs.guide, x, parts)
-            gradient = programs.linear.weight.grad
-            slope = 0.0 if gradient is None else gradient.item()
-            found.append((loss, slope, torch.rand(()).item()))
-            counted += 1
-            assert programs.norm.num_batches_tracked == counted
-        assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
+    check(name, kind)
+
+
+@pytest.mark.slow
+@in_turn(name=LOSSES, kind=PARTS, way=["attribute", "tensor", "handler"])
+def test_so_have_those_whose_parts_come_from_elsewhere(name, kind, way):
+    check(name, kind, way)
+
+
+@pytest.mark.slow
+@in_turn(name=["iwae", "rao-blackwell", "sis", "sgvb"], kind=PARTS)
+def test_so_have_compiled_ones(name, kind):
+    check(name, kind, wrapped=lambda objective: CompiledELBO(objective, backend="eager"))
