@@ -122,7 +122,8 @@ class Fingerprint(Messenger):
 
         :param constants: arguments and everything that the programs read, which depends on no draw.
         """
-        assert self._has_run, "a run without its observer"  # all programs would have this trail
+        # Without it, all programs would have the same empty fingerprint.
+        assert self._has_run, "the programs ran without the observer of their operations"
         known = self._constants.union(map(id, constants))
         fixed = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in known}
         drawn = {-1 - i for i, tensor in enumerate(self._outside) if id(tensor) in self._draws}

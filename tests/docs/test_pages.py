@@ -27,6 +27,7 @@ PROGRAMS = [
     *("chains_and_draws.md", "choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md"),
     *("programs.md", "recipes.md", "special_cases.md", "upstream.md"),
 ]
+# Each of these takes more than two seconds.
 LONG = "chains_and_draws.md", "choose.md", "diagnose.md", "recipes.md"
 
 

@@ -134,6 +134,7 @@ BY_DEFAULT = ("iwae", "sites"), ("sis", "sums"), ("ais", "data"), ("rao-blackwel
 
 
 def check(name, kind, way="argument", wrapped=lambda objective: objective):
+    """Compare each step of one objective, called in many ways, with that of a new objective."""
     programs, elbo, rng = Programs(), wrapped(LOSSES[name]()), random.Random(1)
     pair, data, counted = WAYS[way](programs), torch.randn(5), 0
     for step in range(16):
@@ -168,11 +169,11 @@ def test_calls_in_turn_have_the_losses_of_new_objectives(name, kind):
 
 @pytest.mark.slow
 @in_turn(name=LOSSES, kind=PARTS, way=["attribute", "tensor", "handler"])
-def test_so_have_those_whose_parts_come_from_elsewhere(name, kind, way):
+def test_parts_may_come_from_attributes_tensors_and_handlers(name, kind, way):
     check(name, kind, way)
 
 
 @pytest.mark.slow
 @in_turn(name=["iwae", "rao-blackwell", "sis", "sgvb"], kind=PARTS)
-def test_so_have_compiled_ones(name, kind):
+def test_compiled_losses_called_in_turn_are_those_of_new_plain_ones(name, kind):
     check(name, kind, wrapped=lambda objective: CompiledELBO(objective, backend="eager"))
